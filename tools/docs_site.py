@@ -61,7 +61,7 @@ NAV: dict[str, str | dict[str, str]] = {
     "Reference": {
         "Config": "config.md",
         "Engine": "engine.md",
-        "DeepSpeed keys": "deepspeed_keys.md",
+        "DeepSpeed differences": "deepspeed_differences.md",
         "Errors": "errors.md",
         "Formats": "formats.md",
         "Idioms": "idioms.md",
@@ -211,12 +211,6 @@ def write(path: str, text: str) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def keys_page() -> str:
-    """The table of DeepSpeed's keys by itself, as the reference of one's config."""
-    text = (ROOT / "docs/deepspeed.md").read_text(encoding="utf-8")
-    return "# DeepSpeed keys\n" + text[text.index("## The config") + len("## The config") :]
-
-
 def config(nav: dict[str, str | dict[str, str]]) -> str:
     lines = ["INHERIT: ../../mkdocs.yml", "docs_dir: pages", "site_dir: ../site"]
     lines += [
@@ -261,7 +255,6 @@ def lay_out(allow_missing: bool) -> list[str]:
             problems.append(f"{file.relative_to(ROOT)} does not exist")
             continue
         write(name, for_markdown(linked(file.read_text(encoding="utf-8"), file, page_of)))
-    write("deepspeed_keys.md", for_markdown(keys_page()))
     home = PAGES / "index.md"
     home.write_text("---\nhide: [navigation]\n---\n" + home.read_text(encoding="utf-8"), "utf-8")
     nav: dict[str, str | dict[str, str]] = {}

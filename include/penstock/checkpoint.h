@@ -38,6 +38,7 @@ struct SaveOptions {
   std::vector<CheckpointTensor> tensors;
   std::function<void()> starting;  // for tests: called by the writing thread before it writes
   std::string problem;             // why this rank cannot save; makes save() throw on all ranks
+  bool frozen = true;              // false: leaves out parameters that do not train
 };
 
 // A checkpoint that is about to be loaded.
@@ -60,6 +61,8 @@ struct LoadOptions {
   // Returns the tensors that load() fills from a checkpoint for the front. Called again if load()
   // tries another checkpoint.
   std::function<std::vector<CheckpointTensor>(const FoundCheckpoint&)> tensors;
+  // false: parameters that do not train keep their values if the checkpoint does not have them.
+  bool frozen = true;
 };
 
 // A view of a core, for the thread that runs the model.

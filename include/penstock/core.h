@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,9 @@ struct ModelTree {
   std::vector<ParamInfo> params;
   std::vector<BufferInfo> buffers;    // set to rank 0's values
   std::shared_ptr<ShardedInit> init;  // holds the values of hollow parameters; may be null
+  // The device to which the engine moves parameters and buffers. Without it they must all be on
+  // one device, and stay there.
+  std::optional<c10::Device> device{};
 };
 
 // A unit of the model: parameters that move together.
@@ -110,9 +114,9 @@ class PENSTOCK_API Core {
   // RuntimeFault if groups or options differ between ranks.
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
             const std::string& options = "");
-  // Drops the gradients accumulated since the last step. Without `set_to_none` each parameter that
-  // had a gradient since the last call with it has a gradient of zeros in the next step, as in
-  // torch.
+  // Drops the gradients accumulated since the last step. Without `set_to_none`, each parameter that
+  // has had a gradient since the last call with `set_to_none` gets a gradient of zeros in the next
+  // step, as in torch.
   void zero_grad(bool set_to_none = true);
   int64_t steps() const;
 

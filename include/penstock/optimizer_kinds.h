@@ -26,7 +26,7 @@ PENSTOCK_API std::span<const OptimizerKey> optimizer_keys();
 PENSTOCK_API const OptimizerKey& optimizer_key(std::string_view name);  // throws Bug
 
 struct PENSTOCK_API OptimizerKind {
-  std::string name;  // upper and lower case match alike
+  std::string name;  // matched without regard to case
   std::vector<std::string>
       keys;                  // names in optimizer_keys(); with "moments_dtype", moments may be bf16
   OptimizerConfig defaults;  // `type` is this optimizer

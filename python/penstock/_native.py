@@ -42,7 +42,7 @@ def _load() -> Any:
     except ImportError as error:
         raise ImportError(
             f"penstock's C++ module does not load with torch {version or '(not installed)'}. It is "
-            f"built for one torch minor version. Reinstall penstock beside this torch "
+            f"built for one torch minor version. Reinstall penstock for this torch "
             f"(pip install --no-build-isolation penstock). Cause: {error}"
         ) from error
     if module.TORCH_MINOR != found:

@@ -31,7 +31,7 @@ _INSTEAD = {
     "deepspeed": "it is internal to DeepSpeed, and the engine has its own",
     "deepspeed.accelerator": "use torch.accelerator; deepspeed.get_accelerator() wraps it",
     "deepspeed.autotuning": "`penstock plan` predicts memory and step time of every strategy",
-    "deepspeed.checkpoint": "`penstock convert` reads DeepSpeed's checkpoints, also universal ones",
+    "deepspeed.checkpoint": "`penstock convert` reads all of DeepSpeed's kinds of checkpoints",
     "deepspeed.comm": "use torch.distributed, or deepspeed.comm.all_reduce() and its neighbours",
     "deepspeed.compile": _COMPILE,
     "deepspeed.compression": "Penstock only trains; quantize or prune the exported model",

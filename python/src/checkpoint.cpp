@@ -110,18 +110,20 @@ void bind_checkpoint(py::module_& module) {
   bind_files(module);
   py::class_<LoadOptions>(module, "LoadOptions")
       .def(py::init([](std::string tag, bool optimizer, bool missing_ok,
-                       const std::map<std::string, std::string>& tied) {
-             LoadOptions options{std::move(tag), optimizer, {}, missing_ok, {}};
+                       const std::map<std::string, std::string>& tied, bool frozen) {
+             LoadOptions options{std::move(tag), optimizer, {}, missing_ok, {}, frozen};
              for (const auto& [other, own] : tied) options.tied.emplace(own, other);
              return options;
            }),
-           py::arg("tag"), py::arg("optimizer"), py::arg("missing_ok"), py::arg("tied"));
+           py::arg("tag"), py::arg("optimizer"), py::arg("missing_ok"), py::arg("tied"),
+           py::arg("frozen") = true)
+      .def_readonly("optimizer", &LoadOptions::optimizer);
   py::class_<Checkpoints>(module, "Checkpoints")
       .def(
           "save",
           [](Checkpoints& self, const std::string& path, std::string tag, bool wait,
              std::string front, std::string of_rank, std::vector<CheckpointTensor> tensors,
-             std::string problem) {
+             std::string problem, bool frozen) {
             const py::gil_scoped_release release;
             return self.save(path, {std::move(tag),
                                     wait,
@@ -129,10 +131,11 @@ void bind_checkpoint(py::module_& module) {
                                     std::move(of_rank),
                                     std::move(tensors),
                                     {},
-                                    std::move(problem)});
+                                    std::move(problem),
+                                    frozen});
           },
           py::arg("path"), py::arg("tag"), py::arg("wait"), py::arg("front"), py::arg("of_rank"),
-          py::arg("tensors"), py::arg("problem"))
+          py::arg("tensors"), py::arg("problem"), py::arg("frozen") = true)
       .def("taken", &Checkpoints::taken, NoGil())
       .def("wait", &Checkpoints::wait, NoGil())
       .def("ask", &Checkpoints::ask, py::arg("urgency"))

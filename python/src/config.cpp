@@ -5,6 +5,7 @@
 #include "penstock/deepspeed_config.h"
 
 #include "python/src/module.h"
+#include "src/plan/strategy.h"
 
 namespace py = pybind11;
 
@@ -26,7 +27,8 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("pipeline", &MeshConfig::pipeline)
       .def_readonly("sequence", &MeshConfig::sequence)
       .def_readonly("expert", &MeshConfig::expert)
-      .def_readonly("node", &MeshConfig::node);
+      .def_readonly("node", &MeshConfig::node)
+      .def("data_rank", &data_rank);
   py::class_<ParallelConfig>(module, "ParallelConfig")
       .def_property_readonly("rules",
                              [](const ParallelConfig& parallel) {

@@ -8,6 +8,7 @@
 #include "penstock/metrics.h"
 #include "penstock/report.h"
 #include "python/src/module.h"
+#include "src/engine/model/blueprint.h"
 #include "src/engine/model/values.h"
 
 namespace py = pybind11;
@@ -45,11 +46,15 @@ void bind_tree(py::module_& module) {
            py::arg("name"), py::arg("buffer"), py::arg("follows") = -1);
   py::class_<ModelTree>(module, "ModelTree")
       .def(py::init([](std::vector<ModuleInfo> modules, std::vector<ParamInfo> params,
-                       std::vector<BufferInfo> buffers, std::shared_ptr<ShardedInit> init) {
+                       std::vector<BufferInfo> buffers, std::shared_ptr<ShardedInit> init,
+                       std::optional<at::Device> device) {
              return ModelTree{std::move(modules), std::move(params), std::move(buffers),
-                              std::move(init)};
+                              std::move(init), device};
            }),
-           py::arg("modules"), py::arg("params"), py::arg("buffers"), py::arg("init"));
+           py::arg("modules"), py::arg("params"), py::arg("buffers"), py::arg("init"),
+           py::arg("device") = py::none())
+      .def_property_readonly("device",
+                             [](const ModelTree& tree) { return engine::device_of(tree); });
 }
 
 // `external`: None for Penstock's kernels, else a function that runs the user's own optimizer. The

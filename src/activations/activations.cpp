@@ -21,8 +21,8 @@ namespace {
 // Smaller tensors stay where they are, because a disk block or an arena buffer would not be
 // smaller.
 constexpr int64_t kSmallBytes = mem::kBlockBytes;
-// Copies keep the alignment of the original, because kernels may sum in another order at another
-// alignment.
+// Copies keep the alignment of the original, because the order in which kernels sum may depend on
+// it.
 constexpr int64_t kAlignment = 64;
 
 // The layout of a tensor in its storage.
@@ -183,8 +183,8 @@ struct Activations::SavedTensor {
     }
     if (closed) {
       throw RuntimeFault(
-          "[activations::save] the engine is closed, and with it the saved inputs of this "
-          "backward");
+          "[activations::save] the engine is closed, which freed the inputs that this backward "
+          "needs. Run the backward before close()");
     }
     bring();
     arrive();

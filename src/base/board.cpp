@@ -26,7 +26,7 @@ namespace {
 constexpr uint64_t kMagic = 0x32306b636f74736eULL;  // marks this layout of the page
 constexpr int kWords = kBoardText / 8;
 constexpr int kTries =
-    10000;  // reads of a cell before giving up, since its writer may be stopped half-way
+    10000;  // attempts to read a cell; its writer may have been stopped during a write
 constexpr size_t kLastLines = 5;  // plan lines in an error's text
 
 template <class T>

@@ -117,7 +117,7 @@ std::string difference(const Standing& asks, const Standing& own, const RankStat
   const bool alike = std::find(kAlike.begin(), kAlike.end(), asks.lane) != kAlike.end();
   if (!alike || !waits || lane->sequence != asks.sequence || lane->tag == asks.tag) return "";
   return concat(kDifference, name(asks.rank), " waits in `", asks.collective, "`, but ",
-                name(own.rank), " in `", lane->line.text, "` (both: collective ", asks.sequence,
+                name(own.rank), " is in `", lane->line.text, "` (both: collective ", asks.sequence,
                 " of lane ", asks.lane, ", step ", lane->line.step,
                 "). Make the same calls on every rank, in the same order");
 }

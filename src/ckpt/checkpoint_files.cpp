@@ -82,8 +82,8 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
     const auto other = static_cast<size_t>(wanted[i].same_as);
     if (other >= wanted.size() || wanted[other].same_as >= 0 ||
         wanted[other].shape != wanted[i].shape || wanted[other].dtype != wanted[i].dtype) {
-      throw ConfigError(concat("[ckpt::files] \"", wanted[i].name,
-                               "\": no written tensor at same_as has its shape and dtype"));
+      throw ConfigError(concat("[ckpt::files] \"", wanted[i].name, "\" has same_as ", other,
+                               ", which is not a written tensor of the same shape and dtype"));
     }
     manifest.tensors[i].slices = manifest.tensors[other].slices;
     written[i] = true;
@@ -133,13 +133,13 @@ CheckpointWriter::~CheckpointWriter() = default;
 void CheckpointWriter::write(int index, const at::Tensor& values) {
   if (index < 0 || index >= static_cast<int>(files_->wanted.size()) || files_->written[index]) {
     throw ConfigError(concat("[ckpt::files] cannot write tensor ", index,
-                             ": no such tensor, or written already"));
+                             ": it does not exist or was already written"));
   }
   const StoredTensor& wanted = files_->wanted[index];
   if (values.sizes() != at::IntArrayRef(wanted.shape) || values.scalar_type() != wanted.dtype ||
       !values.device().is_cpu()) {
-    throw ConfigError(concat("[ckpt::files] \"", wanted.name,
-                             "\": expected the declared shape and dtype, ", "on the CPU"));
+    throw ConfigError(concat("[ckpt::files] the values of \"", wanted.name,
+                             "\" must have the declared shape and dtype and be on the CPU"));
   }
   const at::Tensor whole = values.detach().contiguous();
   files_->put(files_->regions[index].offset, static_cast<const char*>(whole.const_data_ptr()),

@@ -107,7 +107,7 @@ int64_t JsonReader::number(const Json& value, int64_t least, int64_t most) const
   if (!fits) fail(concat(value.dump(), " is not a whole number"));
   const auto number = value.get<int64_t>();
   if (number < least || number > most) {
-    fail(concat(number, " is not from ", least, " to ", most));
+    fail(concat(number, " is not in the range ", least, " to ", most));
   }
   return number;
 }

@@ -17,8 +17,8 @@ std::string printable(std::string_view text);
 // Returns the JSON on one line. Throws ConfigError for text that is not UTF-8.
 std::string dump(const Json& json);
 
-// Reads the fields of an object. Every function throws Damaged if a field is missing or has another
-// type.
+// Reads the fields of an object. Every function throws Damaged if a field is missing or has the
+// wrong type.
 class JsonReader {
  public:
   JsonReader(const Json& object, std::string what);

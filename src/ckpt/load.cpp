@@ -88,13 +88,13 @@ struct Comparison {
     if (found == nullptr) return missing.push_back(key);
     taken.insert(found);
     if (found->shape != tensor.shape) {
-      return different.push_back(concat(key, " has shape ", text(found->shape), " there and ",
-                                        text(tensor.shape), " here"));
+      return different.push_back(concat(key, " has shape ", text(found->shape),
+                                        " in the checkpoint and ", text(tensor.shape), " here"));
     }
     // Floating-point values are converted on loading.
     if (found->dtype == tensor.dtype || (is_float(found->dtype) && is_float(tensor.dtype))) return;
     different.push_back(
-        concat(key, " has dtype ", found->dtype, " there and ", tensor.dtype, " here"));
+        concat(key, " has dtype ", found->dtype, " in the checkpoint and ", tensor.dtype, " here"));
   }
   // A state dict has a tied weight under each of its names.
   bool has(const Tensor& tensor) const {
@@ -108,7 +108,7 @@ struct Comparison {
     const bool weights_alone = !missing.empty() && unexpected.empty() && different.empty() &&
                                std::all_of(missing.begin(), missing.end(), is_optimizers);
     throw ConfigError(concat("[ckpt::load] the checkpoint belongs to another model or optimizer",
-                             weights_alone ? " (to load the weights only: weights_only)" : "", ":",
+                             weights_alone ? " (weights_only loads only the weights)" : "", ":",
                              list("missing in the checkpoint", missing),
                              list("unexpected", unexpected), list("different", different)));
   }

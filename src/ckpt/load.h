@@ -18,7 +18,7 @@ namespace penstock::ckpt {
 // Reads elements of a checkpoint's tensors. Used by one thread.
 class TensorReader {
  public:
-  // Opens every file that the manifest names. Throws Damaged if one is missing or has another size.
+  // Opens every file that the manifest names. Throws Damaged if one is missing or has a wrong size.
   TensorReader(const std::string& folder, const Manifest& manifest);
 
   // Reads elements in the tensor's own dtype. Throws Damaged.

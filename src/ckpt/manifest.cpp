@@ -159,8 +159,8 @@ Manifest Manifest::parse(std::string_view text, bool complete) {
   const JsonReader top(json, "manifest");
   const int64_t version = top.whole("penstock_checkpoint", 0, kMost);
   if (version != kFormatVersion) {
-    throw Damaged(concat("[ckpt::manifest] format version ", version, "; this Penstock reads ",
-                         kFormatVersion));
+    throw Damaged(concat("[ckpt::manifest] format version ", version,
+                         " is not supported; this Penstock reads version ", kFormatVersion));
   }
   const std::string_view rest = text.substr(std::min(text.find('\n'), text.size() - 1) + 1);
   if (hex(checksum(rest.data(), static_cast<int64_t>(rest.size()))) != top.text("checksum")) {

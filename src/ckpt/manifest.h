@@ -52,7 +52,7 @@ struct Manifest {
   std::vector<Tensor> tensors;
 
   std::string text() const;
-  // Throws Damaged if the text has another version, a wrong checksum, or invalid names, sizes or
+  // Throws Damaged if the text has a wrong version, a wrong checksum, or invalid names, sizes or
   // offsets. If `complete` is set, it also throws Damaged for a tensor with gaps.
   static Manifest parse(std::string_view text, bool complete = true);
   // Reads the manifest file of a checkpoint. Errors of parse() then name the file. `text`, if set,

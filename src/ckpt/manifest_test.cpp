@@ -48,7 +48,8 @@ TEST(Manifest, IsReadAsItWasWritten) {
 TEST(Manifest, AnotherVersionIsNamed) {
   std::string text = good().text();
   text.replace(text.find(":1"), 2, ":2");
-  EXPECT_NE(error_of(text).find("format version 2; this Penstock reads 1"), std::string::npos);
+  EXPECT_NE(error_of(text).find("format version 2 is not supported; this Penstock reads version 1"),
+            std::string::npos);
 }
 
 TEST(Manifest, WhatCannotBeIsRefused) {
@@ -63,9 +64,9 @@ TEST(Manifest, WhatCannotBeIsRefused) {
       {"not a plain file name", [](Manifest& m) { m.files[0].name = ""; }},
       {"named twice", [](Manifest& m) { m.files[1].name = m.files[0].name; }},
       {"one checksum per granule", [](Manifest& m) { m.files[0].granule = 1; }},
-      {"not from", [](Manifest& m) { m.files[0].table = m.files[0].bytes + 1; }},
-      {"not from", [](Manifest& m) { m.tensors[0].slices[0].file = 2; }},
-      {"not from", [](Manifest& m) { m.tensors[0].slices[0].offset = 100; }},
+      {"not in the range", [](Manifest& m) { m.files[0].table = m.files[0].bytes + 1; }},
+      {"not in the range", [](Manifest& m) { m.tensors[0].slices[0].file = 2; }},
+      {"not in the range", [](Manifest& m) { m.tensors[0].slices[0].offset = 100; }},
       {"does not end in", [](Manifest& m) { m.tensors[0].slices[1].offset = 8190; }},
       {"gap or an overlap", [](Manifest& m) { m.tensors[0].slices[1].begin = 21; }},
       {"gap or an overlap", [](Manifest& m) { m.tensors[0].slices[1].begin = 19; }},

@@ -99,7 +99,7 @@ int64_t head_bytes(std::string_view first, int64_t file_bytes) {
   const int64_t most = std::min(kMaxHeadBytes, file_bytes - kLengthBytes);
   if (most < 0 || length > static_cast<uint64_t>(most)) {
     throw Damaged(concat("[ckpt::safetensors] a header of ", length,
-                         " bytes does not fit; file size in bytes: ", file_bytes));
+                         " bytes does not fit into a file of ", file_bytes, " bytes"));
   }
   return kLengthBytes + static_cast<int64_t>(length);
 }

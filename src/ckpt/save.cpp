@@ -321,7 +321,7 @@ std::string Save::write() {
   } catch (const std::exception& failure) {
     error = failure.what();
     if (!exists(folder_))
-      error = "[ckpt::save] rank 0 abandoned this save; its error has the reason";
+      error = "[ckpt::save] rank 0 abandoned this save; its error gives the reason";
   }
   // The writer ends first, because its last requests still use the memory.
   writer_.reset();

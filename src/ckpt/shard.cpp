@@ -325,11 +325,12 @@ void ShardReader::check_head(const Manifest& manifest, int index) {
       continue;
     }
     if (range.first == file_.table && tensor.name == table_name()) continue;
-    throw Damaged(concat("the header has \"", tensor.name, "\", which its manifest has not"));
+    throw Damaged(concat("the header has \"", tensor.name, "\", which the manifest does not have"));
   }
   for (const auto& [range, name] : expected) {
     if (range.first < range.second && found.count(range) == 0) {
-      throw Damaged(concat("the header does not have \"", name, "\" where its manifest says"));
+      throw Damaged(
+          concat("the header does not have \"", name, "\" where the manifest says it is"));
     }
   }
 }

@@ -172,8 +172,8 @@ std::string LostRanks::collect(const std::string& error) {
       concat(join(failed, "; "), "; rank ", rank_, " failed at ", here(), ": ", error);
   if (all_answer && elsewhere) {
     verdict +=
-        ". If these ranks run modules in another order or another number of times, keep these "
-        "modules in the root: leave them out of \"units.modules\", and set a larger "
+        ". If these ranks run modules in different orders or different numbers of times, keep "
+        "these modules in the root: leave them out of \"units.modules\", and set a larger "
         "\"units.layer_bytes\"";
   }
   if (!all_answer) decide(verdict);
@@ -190,7 +190,7 @@ std::string LostRanks::call(const std::string& error) {
       if (comes(*store_, key("verdict", 0), 2 * grace_)) {
         return get_text(*store_, key("verdict", 0));
       }
-      return concat("the rank that holds the roll call has not finished it within ",
+      return concat("the rank that asks all ranks for their positions has not finished within ",
                     2 * grace_.count() / 1000.0, " s; ", error);
     }
     for (int rank = 0; rank < size_; ++rank) {

@@ -38,8 +38,7 @@ class Device {
   Address at(void* at) const { return {at, is_host() ? nullptr : this}; }
 
   c10::Stream current() const;  // the calling thread's stream
-  // Returns another stream, for moves: its work goes before the work of `current()`. Torch cycles
-  // through a few.
+  // Returns a high-priority stream for moves. Torch cycles through a few such streams.
   c10::Stream side_stream() const;
   void make_current() const;  // the calling thread's device ([Note: Contexts])
   // Allocates with the caching allocator, for the calling thread's stream.

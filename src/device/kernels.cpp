@@ -161,7 +161,7 @@ at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel) {
 at::Tensor fingerprint(Address values, int64_t bytes) {
   const Unseen unseen;
   const at::Tensor words = view(values, at::kLong, bytes / 8).view({-1, 64});
-  // The sums are weighted by position, so that the same sums in another order give another number.
+  // The sums are weighted by position, so that the result depends on their order.
   const auto folded = [&](int64_t dim) {
     const at::Tensor sums = words.sum(dim);
     const at::Tensor weights = at::arange(1, sums.numel() + 1, sums.options());

@@ -106,7 +106,7 @@ void Executor::move(const PlannedStep& planned) {
     case Role::kParam:
       return params_.run(planned);
     case Role::kGrad:
-      // Gradients that wait on disk are read chunk by chunk on the update lane.
+      // Gradients that are held on disk are read chunk by chunk on the update lane.
       if (rank_.grads_in_chunks && planned.step.moves.front().from == Tier::kDisk &&
           planned.step.moves.front().kind == MoveKind::kCopy) {
         return updates_.move(planned);

@@ -311,6 +311,26 @@ void GatheredValues::publish(int index) {
   rank_.traffic.settle();
 }
 
+std::vector<std::pair<int64_t, int64_t>> GatheredValues::kept(const Flat& flat) const {
+  const Placement& rest = flat.rest().place;
+  const int64_t begin = rank_.begin_of(rest, flat);
+  std::vector<std::pair<int64_t, int64_t>> ranges = {{begin, begin + rank_.numel_of(rest, flat)}};
+  for (const ChunkState& chunk : flat.chunks) {
+    const int64_t first = rank_.begin_of(chunk.optim.front().place, flat) + chunk.begin;
+    ranges.emplace_back(first, first + chunk.numel);
+  }
+  std::sort(ranges.begin(), ranges.end());
+  std::vector<std::pair<int64_t, int64_t>> joined;  // ranges that overlap are read once
+  for (const auto& [first, end] : ranges) {
+    if (joined.empty() || first > joined.back().second) {
+      joined.emplace_back(first, end);
+    } else {
+      joined.back().second = std::max(joined.back().second, end);
+    }
+  }
+  return joined;
+}
+
 void GatheredValues::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
   set_rest(flat, rank_.whole(), bytes_of(full), label);
   for (ChunkState& chunk : flat.chunks) {

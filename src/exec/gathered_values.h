@@ -6,6 +6,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "src/exec/updates.h"
 
@@ -36,8 +38,10 @@ class GatheredValues {
   // Returns a copy of this rank's part of a cut parameter, or `whole` itself if the parameter is
   // not cut.
   at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
-  // [stage] Stores `full` (fp32, equal on all ranks) as resting parameters and masters, and zeroes
-  // the moments.
+  // Returns the ranges of the flat's elements of which this rank keeps parameters or masters.
+  std::vector<std::pair<int64_t, int64_t>> kept(const Flat& flat) const;
+  // [stage] Stores `full` (fp32, rank 0's values where this rank keeps elements) as resting
+  // parameters and masters, and zeroes the moments.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
   // [stage] Stores this rank's part of new fp32 masters, cut as in `place`, and writes the resting
   // parameters from them (cast and gathered).

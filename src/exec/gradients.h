@@ -22,8 +22,8 @@ class Gradients {
  public:
   Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
-  // Ends the writes of the last update, which forward could hide, so that backward has their
-  // memory.
+  // Waits for the writes of the last update, which overlap the forward, so that backward can use
+  // their memory.
   void begin_backward() {
     ++backward_;
     rank_.traffic.settle();

@@ -72,15 +72,15 @@ class Norm {
   };
   // [all ranks] Marks the parameters that got a gradient on any rank. All gradient moves must have
   // been submitted. Throws RuntimeFault on all ranks if users wrote to gathered parameters, if
-  // parameters have other values on some ranks ([Note: Edits on some ranks]), or if ranks made
-  // different device collectives before the previous norm. (Collectives through the host are
-  // compared one by one.)
+  // parameters differ between ranks ([Note: Edits on some ranks]), or if ranks made different
+  // device collectives before the previous norm. (Collectives through the host are compared one by
+  // one.)
   Result exchange(const comm::Label& label, const Update& update);
 
   // The label of the exchange in every plan.
   static constexpr const char* kLabel = "norm ()";
-  // Returns a payload that takes the place of the norm's before a forward or backward that follows
-  // the window's last backward without a step. `said`: as from say().
+  // Returns the payload that a rank exchanges instead of the norm's payload if a forward or
+  // backward, and not a step, follows the window's last backward. `said`: as from say().
   static std::string going_on(const std::vector<UnitState>& units, Next next,
                               const std::string& said);
   // Takes such payloads of all ranks, by rank. Throws a RuntimeFault on all ranks if they do not go

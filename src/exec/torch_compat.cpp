@@ -2,6 +2,8 @@
 
 #include <torch/version.h>
 
+#include <mutex>
+
 namespace penstock::exec {
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
@@ -33,5 +35,15 @@ void clear_guard(c10::StorageImpl& storage) { permit(storage); }
 void clear_guard(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
 
 #endif
+
+void set_data(const at::Tensor& tensor, const at::Tensor& data) {
+  if (tensor.device() == data.device()) return tensor.set_data(data);
+  // The node for the gradient expects the former device.
+  if (torch::autograd::AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor)) {
+    const std::lock_guard<std::mutex> lock(meta->mutex_);
+    meta->grad_accumulator_.reset();
+  }
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+}
 
 }  // namespace penstock::exec

@@ -18,6 +18,9 @@ inline void set_guard(c10::StorageImpl& storage, const std::string& message) {
 
 void clear_guard(c10::StorageImpl& storage);
 
+// Like tensor.set_data(data), but also works between kinds of devices for which torch refuses it.
+void set_data(const at::Tensor& tensor, const at::Tensor& data);
+
 // Returns the Python object of a tensor, or null.
 inline const void* python_object(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();

@@ -83,7 +83,7 @@ void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slo
           groups.stage().ranks[other - static_cast<size_t>(tensor)], " and ",
           groups.stage().ranks[other],
           ", which compute one model together (mesh.tensor). The layer that uses it computes with "
-          "a part only, for example some of the heads. Give it the style \"partial\" in "
+          "only a part, for example some of the heads. Give it the style \"partial\" in "
           "\"parallel.rules\""));
     }
   }

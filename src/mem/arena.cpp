@@ -81,10 +81,10 @@ c10::DataPtr allocate_pinned(const device::Device& device, int64_t bytes) {
 
 void check_budget(const Budget& budget, int64_t bytes, int64_t in_use) {
   if (bytes <= budget.bytes - in_use) return;
-  throw RuntimeFault(concat("[mem::Arena::take] ", budget.name, ": ", format_bytes(bytes),
-                            " more beside the ", format_bytes(in_use),
-                            " in use on this rank is over the ", format_bytes(budget.bytes),
-                            " allowed", budget.advice ? "; " + budget.advice() : ""));
+  throw RuntimeFault(concat("[mem::Arena::take] ", budget.name, ": the ", format_bytes(in_use),
+                            " in use on this rank plus ", format_bytes(bytes), " more is over the ",
+                            format_bytes(budget.bytes), " allowed",
+                            budget.advice ? "; " + budget.advice() : ""));
 }
 
 }  // namespace

@@ -65,8 +65,8 @@ TEST(Arena, RefusesWhatIsOverItsBudget) {
   Lease held = arena.take(3072, Account::kParam);
   EXPECT_EQ(refusal(arena, 1024), "");  // taken and given back
   EXPECT_EQ(refusal(arena, 1025),
-            "[mem::Arena::take] device memory (memory.device_bytes): 1.00 KiB more beside the "
-            "3.00 KiB in use on this rank is over the 4.00 KiB allowed; offload more");
+            "[mem::Arena::take] device memory (memory.device_bytes): the 3.00 KiB in use on this "
+            "rank plus 1.00 KiB more is over the 4.00 KiB allowed; offload more");
   EXPECT_EQ(arena.usage().total_now, 3072);
   held.reset();
   EXPECT_EQ(refusal(arena, 4096), "");

@@ -217,7 +217,7 @@ std::string Disk::Impl::problem(Request& request, int64_t result) const {
     return concat(request.text(), " reached the end of the file", after);
   }
   if (request.tries < kTries) return "";
-  return concat(request.text(), " makes no progress", after, ", in ", kTries, " tries");
+  return concat(request.text(), " made no progress in ", kTries, " tries", after);
 }
 
 // Blocks until done() is true and returns true, or returns false if the disk stalls.

@@ -61,8 +61,8 @@ class Disk {
   DiskTicket read(int64_t offset, char* data, int64_t bytes);
   DiskTicket write(int64_t offset, const char* data, int64_t bytes);
   void wait(const DiskTicket& ticket) const;
-  // Shows waits as lane "disk" of this board, which must outlive the disk; null: of none. Must be
-  // called before the first wait.
+  // Shows waits as lane "disk" of this board, which must outlive the disk; null: shows none. Must
+  // be called before the first wait.
   void show_on(Board* board);
   bool done(const DiskTicket& ticket) const;  // true even after an error
   // Blocks until every request has ended. Throws if the disk stalls; errors of requests are thrown

@@ -271,8 +271,8 @@ TEST_F(DiskTest, EveryFaultIsAnErrorThatNamesTheRequest) {
        [](const BlockRequest& r, int64_t moved) { return r.offset > 0 ? -EIO : moved; },
        first_block},
       {"reached the end of the file after 0 of them", on_reads(0), {}},
-      {"makes no progress after 0 of them, in 100 tries", on_reads(512), {}},
-      {"makes no progress after 0 of them, in 100 tries", on_reads(-EINTR), {}},
+      {"made no progress in 100 tries after 0 of them", on_reads(512), {}},
+      {"made no progress in 100 tries after 0 of them", on_reads(-EINTR), {}},
       {"bytes that differ",
        [](const BlockRequest& r, int64_t moved) {
          if (!r.write) r.data[5] ^= 1;

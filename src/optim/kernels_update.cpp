@@ -334,7 +334,7 @@ bool should_stream(const Range& range, int num_moments) {
 }
 
 void check_moments(const Range& range) {
-  PENSTOCK_ASSERT(range.moment_dtype != Dtype::kFp16, "no kernel has fp16 moments");
+  PENSTOCK_ASSERT(range.moment_dtype != Dtype::kFp16, "no kernel supports fp16 moments");
 }
 
 // Computes bias corrections and differences from 1 in double, as torch does in Python.
@@ -364,7 +364,8 @@ AdamScalars adam_scalars(const AdamOptions& options) {
 
 void adam(const Range& range, void* exp_avg, void* exp_avg_sq, const AdamOptions& options) {
   check_moments(range);
-  PENSTOCK_ASSERT(options.step >= 1, concat("step ", options.step, " of adam(); the first is 1"));
+  PENSTOCK_ASSERT(options.step >= 1,
+                  concat("adam() got step ", options.step, "; steps begin at 1"));
   const AdamScalars scalars = adam_scalars(options);
   const StateVectors state{range, exp_avg, exp_avg_sq, should_stream(range, 2)};
   device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
@@ -407,8 +408,9 @@ void lion(const Range& range, void* exp_avg, const LionOptions& options) {
 }
 
 void adagrad(const Range& range, float* sum, const AdagradOptions& options) {
-  PENSTOCK_ASSERT(options.step >= 1, concat("step ", options.step, " of adagrad(); 1 is first"));
-  PENSTOCK_ASSERT(range.moment_dtype == Dtype::kFp32, "adagrad() has an fp32 sum");
+  PENSTOCK_ASSERT(options.step >= 1,
+                  concat("adagrad() got step ", options.step, "; steps begin at 1"));
+  PENSTOCK_ASSERT(range.moment_dtype == Dtype::kFp32, "adagrad() needs an fp32 sum");
   const double lr = options.lr / (1.0 + static_cast<double>(options.step - 1) * options.lr_decay);
   const AdagradScalars scalars{options.grad_scale, static_cast<float>(options.weight_decay),
                                static_cast<float>(lr), static_cast<float>(options.eps)};

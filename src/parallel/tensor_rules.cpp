@@ -30,6 +30,8 @@ constexpr StyleRow kStyles[] = {
     {"shared", Style::kShared, true},
     {"partial", Style::kPartial, false},
     {"whole", Style::kWhole, false},
+    {"own_rows", Style::kOwnRows, true},
+    {"own_columns", Style::kOwnColumns, true},
 };
 // Styles that the front implements; the engine cuts nothing for them.
 constexpr const char* kOfFront[] = {"divide", "tokens", "gather_tokens"};
@@ -41,6 +43,9 @@ bool is_of_front(const std::string& name) {
 bool is_row(Style style) {
   return style == Style::kRow || style == Style::kRowCut || style == Style::kRowTokens;
 }
+
+// Styles of parameters whose modules compute with their part themselves.
+bool is_own(Style style) { return style == Style::kOwnRows || style == Style::kOwnColumns; }
 
 struct Rule {
   std::string pattern, text;
@@ -80,7 +85,7 @@ Rule parse(const std::string& pattern, const std::string& text) {
     if (*next != ',') break;
     at = next + 1;
   }
-  rule.fail(rule.row->takes_sizes ? "after the colon: expected whole numbers, separated by commas"
+  rule.fail(rule.row->takes_sizes ? "expected whole numbers after the colon, separated by commas"
                                   : concat("\"", name, "\" takes no numbers"));
 }
 
@@ -117,6 +122,9 @@ class Cutter {
   Ruled cut(int index, const Rule& rule) {
     const ModuleInfo& module = tree_.modules[index];
     const Style style = rule.row->style;
+    if (is_own(style)) {
+      rule.fail(concat("\"", module.name, "\" is a module; name its parameters"));
+    }
     Ruled ruled{index, style, false, 0, 0};
     if (style == Style::kWhole || style == Style::kPartial) {
       const bool partial = style == Style::kPartial;
@@ -129,7 +137,7 @@ class Cutter {
     if (!matrix) {
       rule.fail(concat("module \"", module.name, "\" is a ", module.type,
                        "; expected a module with one weight of two dims and at most a bias "
-                       "(linear, embedding). Their names: ",
+                       "(linear, embedding). The model has: ",
                        names_of_matrices(tree_)));
     }
     const at::Tensor& weight = tree_.params[matrix->weight].param;
@@ -145,7 +153,7 @@ class Cutter {
       ruled.style = Style::kColumn;  // there are at least as many heads as ranks
     }
     const int64_t dim = takes_out ? out_dim : 1 - out_dim;
-    const Cut cut{TensorCut::kCut, dim, parts(weight.size(dim), module, rule)};
+    const Cut cut{TensorCut::kCut, dim, parts(weight.size(dim), module.name, rule)};
     give(matrix->weight, cut, rule);
     if (matrix->bias < 0) return ruled;
     if (takes_out) {
@@ -155,6 +163,26 @@ class Cutter {
       give(matrix->bias, {addends ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
     }
     return ruled;
+  }
+
+  // Cuts one parameter, or states that it is whole. `rule` is the first rule that matches it.
+  void cut_param(int index, const Rule& rule) {
+    const ParamInfo& param = tree_.params[index];
+    const Style style = rule.row->style;
+    if (is_own(style)) {
+      const int64_t dim = style == Style::kOwnColumns ? 1 : 0;
+      if (param.param.dim() <= dim) {
+        rule.fail(concat("\"", param.name, "\" has ", param.param.dim(), " dims"));
+      }
+      return give(index, {TensorCut::kCut, dim, parts(param.param.size(dim), param.name, rule)},
+                  rule);
+    }
+    if (style != Style::kPartial && style != Style::kWhole) {
+      rule.fail(concat("\"", param.name,
+                       "\" is a parameter; allowed: \"partial\", \"whole\", \"own_rows\" or "
+                       "\"own_columns\". For other styles name its module"));
+    }
+    give(index, {style == Style::kPartial ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
   }
 
   // A module that shares a cut parameter needs a rule. Otherwise it would use its part as if it
@@ -167,6 +195,7 @@ class Cutter {
       if (known) continue;
       for (const int param : tree_.modules[index].params) {
         if (tree_.params[param].cut.kind != TensorCut::kCut) continue;
+        if (is_own(given_.at(param)->row->style)) continue;
         given_.at(param)->fail(concat("it cuts parameter \"", tree_.params[param].name,
                                       "\", which module \"", tree_.modules[index].name,
                                       "\" also uses: give that module a rule"));
@@ -181,8 +210,7 @@ class Cutter {
     const auto [at, added] = given_.emplace(index, &rule);
     if (!added && tree_.params[index].cut != cut) {
       rule.fail(concat("parameter \"", param.name, "\" is shared, and \"parallel.rules.",
-                       at->second->pattern, "\" (\"", at->second->text,
-                       "\") cuts it in another way"));
+                       at->second->pattern, "\" (\"", at->second->text, "\") cuts it differently"));
     }
     tree_.params[index].cut = cut;
   }
@@ -197,7 +225,7 @@ class Cutter {
       ruled.size = weight.size(0);
       give(matrix.weight, {TensorCut::kCut, 0, {weight.size(0)}}, rule);
     } else if (ruled.style == Style::kColumn || ruled.style == Style::kColumnGather) {
-      give(matrix.weight, {TensorCut::kCut, 1, parts(weight.size(1), module, rule)}, rule);
+      give(matrix.weight, {TensorCut::kCut, 1, parts(weight.size(1), module.name, rule)}, rule);
     } else {
       rule.fail(concat("\"", module.name,
                        "\" is an embedding; allowed: \"vocab\", \"column\" or "
@@ -220,23 +248,23 @@ class Cutter {
     return ruled;
   }
 
-  std::vector<int64_t> parts(int64_t size, const ModuleInfo& module, const Rule& rule) const {
+  std::vector<int64_t> parts(int64_t size, const std::string& name, const Rule& rule) const {
     std::vector<int64_t> parts = rule.sizes;
     if (parts.empty() || rule.row->style == Style::kShared) parts = {size};
     if (rule.sizes.size() == 1 && rule.row->style != Style::kShared) {
       const int64_t number = rule.sizes.front();
       if (size % number != 0) {
-        rule.fail(
-            concat("\"", module.name, "\" has ", size, ", which is not ", number, " equal parts"));
+        rule.fail(concat("\"", name, "\" has size ", size, ", which cannot be divided into ",
+                         number, " equal parts"));
       }
       parts.assign(static_cast<size_t>(number), size / number);
     }
     if (std::accumulate(parts.begin(), parts.end(), int64_t{0}) != size) {
-      rule.fail(concat("\"", module.name, "\" has ", size, ", which is not the sum of its parts"));
+      rule.fail(concat("\"", name, "\" has size ", size, ", which is not the sum of its parts"));
     }
     for (const int64_t part : parts) {
       if (part % count_ == 0 || rule.row->style == Style::kVocab) continue;
-      rule.fail(concat("\"", module.name, "\" has ", part, parts.size() > 1 ? " in a part" : "",
+      rule.fail(concat("\"", name, "\" has ", parts.size() > 1 ? "a part of size " : "size ", part,
                        ", which is not divisible by ", count_, " tensor ranks (mesh.tensor)"));
     }
     return parts;
@@ -289,23 +317,15 @@ std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>&
   for (size_t index = 0; index < tree->params.size(); ++index) {
     for (Rule& rule : parsed) {
       if (!matches(rule, tree->params[index].name)) continue;
-      const Style style = rule.row->style;
       rule.used = true;
       if (cutter.knows(static_cast<int>(index))) break;  // its module's rule takes precedence
-      if (style != Style::kPartial && style != Style::kWhole) {
-        rule.fail(concat("\"", tree->params[index].name,
-                         "\" is a parameter; allowed: \"partial\" or \"whole\". For other styles "
-                         "name its module"));
-      }
-      const bool partial = style == Style::kPartial;
-      cutter.give(static_cast<int>(index),
-                  {partial ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
+      cutter.cut_param(static_cast<int>(index), rule);
       break;
     }
   }
   cutter.check_shared(ruled);
   for (const Rule& rule : parsed) {
-    if (!rule.used) rule.fail("no module and no parameter has such a name");
+    if (!rule.used) rule.fail("no module or parameter has such a name");
   }
   return ruled;
 }

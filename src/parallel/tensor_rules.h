@@ -22,6 +22,8 @@ enum class Style : uint8_t {
   kShared,        // R -> V: the weight is whole, and a rank computes the head that it needs
   kPartial,       // V -> V: the weight is whole, and its gradient is summed over the ranks
   kWhole,         // the same on every rank; the rule only states that this is intended
+  kOwnRows,       // of a parameter: dim 0 is cut, and its module computes with the part itself
+  kOwnColumns,    // the same with dim 1
 };
 
 const char* style_name(Style style);
@@ -39,8 +41,8 @@ struct Ruled {
 // "column_gather", "row", "row_cut" and "row_tokens" (parts as for "column" are allowed), "vocab",
 // "shared:2" (2 heads; fewer heads than ranks), "partial", "whole". The front's own styles are
 // skipped: "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules
-// around others). A pattern may also name a parameter with the style "partial" or "whole". The
-// first rule that matches applies. Throws ConfigError for rules that match nothing, are impossible,
+// around others). A pattern may also name a parameter with the style "partial", "whole", "own_rows"
+// or "own_columns" (parts as for "column" are allowed). The first rule that matches applies. Throws ConfigError for rules that match nothing, are impossible,
 // or contradict each other on a shared parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);

@@ -70,6 +70,21 @@ TEST(Rules, GiveParametersTheirCuts) {
   EXPECT_STREQ(style_name(ruled[2].style), "row");
 }
 
+TEST(Rules, ModulesMayComputeWithTheirOwnParts) {
+  ModelTree model = tree();
+  const Rules rules = {{"wte.weight", "own_rows:1"},
+                       {"attn.qkv.weight", "own_rows:3"},
+                       {"attn.proj.weight", "own_columns"},
+                       {"norm.bias", "own_rows"}};
+  model.params[0].param = at::zeros({12, 8});  // also the head's, which has no rule
+  EXPECT_TRUE(apply(rules, 2, &model).empty());
+  EXPECT_EQ(model.params[0].cut, (Cut{TensorCut::kCut, 0, {12}}));
+  EXPECT_EQ(model.params[1].cut, (Cut{TensorCut::kCut, 0, {8, 8, 8}}));
+  EXPECT_EQ(model.params[2].cut, Cut{});
+  EXPECT_EQ(model.params[3].cut, (Cut{TensorCut::kCut, 1, {8}}));
+  EXPECT_EQ(model.params[8].cut, (Cut{TensorCut::kCut, 0, {8}}));
+}
+
 TEST(Rules, TheFirstThatMatchesCounts) {
   ModelTree model = tree();
   apply({{"attn.proj", "whole"}, {"attn.*", "column"}}, 2, &model);
@@ -96,16 +111,19 @@ TEST(Rules, WhatCannotBeIsNamed) {
       {{{"attn.qkv", "column:x"}}, "whole numbers, separated by commas"},
       {{{"attn.qkv", "column:0"}}, "whole numbers, separated by commas"},
       {{{"attn.qkv", "vocab:2"}}, "takes no numbers"},
-      {{{"attn.q", "column"}}, "no module and no parameter has such a name"},
-      {{{"norm", "column"}}, "Their names: wte, attn.qkv, attn.proj, mlp, head"},
-      {{{"attn.qkv", "column:5"}}, "has 24, which is not 5 equal parts"},
+      {{{"attn.q", "column"}}, "no module or parameter has such a name"},
+      {{{"norm", "column"}}, "The model has: wte, attn.qkv, attn.proj, mlp, head"},
+      {{{"attn.qkv", "column:5"}}, "has size 24, which cannot be divided into 5 equal parts"},
       {{{"attn.qkv", "column:16,4"}}, "not the sum of its parts"},
-      {{{"attn.qkv", "column:21,3"}}, "has 21 in a part, which is not divisible by 2"},
+      {{{"attn.qkv", "column:21,3"}}, "has a part of size 21, which is not divisible by 2"},
       {{{"wte", "vocab"}}, "which module \"head\" also uses"},
-      {{{"wte", "vocab"}, {"head", "row"}}, "cuts it in another way"},
+      {{{"wte", "vocab"}, {"head", "row"}}, "cuts it differently"},
       {{{"wte", "row"}}, "is an embedding"},
       {{{"attn.qkv", "shared:3"}}, "divides the 2 tensor ranks"},
       {{{"norm.weight", "column"}}, "is a parameter"},
+      {{{"norm", "own_rows"}}, "is a module; name its parameters"},
+      {{{"norm.weight", "own_columns"}}, "\"norm.weight\" has 1 dims"},
+      {{{"wte.weight", "own_rows"}}, "\"wte.weight\" has size 11, which is not divisible by 2"},
   };
   for (const auto& [rules, part] : cases) {
     EXPECT_NE(told(rules).find(part), std::string::npos) << told(rules);

@@ -39,9 +39,9 @@ bool has(const Axes& axes, Axis axis) {
 
 [[noreturn]] void refuse_placement(std::string_view text) {
   throw ConfigError(concat("[place::parse] placement '", text,
-                           "' is unknown: write one of R S P for each of the axes node and local, "
-                           "then tier and dtype, as in 'SS@device:bf16'; other axes follow by "
-                           "name, as in 'SS,tensor=P@device:bf16'"));
+                           "' is not valid: write R, S or P for each of the axes node and local, "
+                           "then @tier:dtype, as in 'SS@device:bf16'. Name any other axis after "
+                           "the letters, as in 'SS,tensor=P@device:bf16'"));
 }
 
 Layout parse_letter(char letter, std::string_view placement) {
@@ -58,8 +58,9 @@ void parse_layout(std::string_view text, std::string_view placement, Placement& 
   if (has(kDataAxes, axis) || place.on(axis) != Layout::kReplicated) refuse_placement(placement);
   place.on(axis) = parse_letter(text.back(), placement);
   if (place.on(axis) == Layout::kSharded && !kAxes[static_cast<size_t>(axis)].shards_state)
-    throw ConfigError(concat("[place::parse] placement '", placement, "': the ranks of axis ",
-                             axis_name(axis), " hold different state: write R or P for it"));
+    throw ConfigError(concat("[place::parse] placement '", placement, "' shards axis ",
+                             axis_name(axis),
+                             ", whose ranks hold different state: write R or P for it"));
 }
 
 // Returns "data" for node and local together, then the other names, separated by commas.

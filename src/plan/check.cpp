@@ -55,7 +55,7 @@ class Checker {
   void computes() const {
     for (const Phase phase : {Phase::kForward, Phase::kBackward}) {
       must_be(Role::kParam, phase, on_device("RR", precision_),
-              "a unit computes with whole parameters on the device, in the precision");
+              "a unit computes with whole parameters on the device, in the dtype of \"precision\"");
     }
     Placement made = on_device("PP", cell(Role::kGrad, Phase::kBackward).dtype);
     must_be(Role::kGrad, Phase::kBackward, made,
@@ -116,10 +116,10 @@ class Checker {
     }
     if (grad.tier == optim.tier && grad.layout == optim.layout) return;
     refuse(Role::kGrad, Phase::kUpdate, "together",
-           concat("an element is updated where its gradient and its state are, and "
-                  "table.optim.update is \"",
+           concat("an element is updated where both its gradient and its state are, so this cell "
+                  "and table.optim.update (\"",
                   written_.at(Role::kOptim, Phase::kUpdate).text(),
-                  "\": layout and tier of the two must be the same"));
+                  "\") must have the same layout and tier"));
   }
 
   // own optimizer: the engine cannot move state that it does not know.

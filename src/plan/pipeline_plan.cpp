@@ -26,9 +26,9 @@ Stages by_stage(const ModelDesc& model, const std::vector<Visit>& order, int num
     if (unit.flats.empty()) continue;  // the unit only encloses others
     if (visit.mark == Mark::kUse || visit.mark == Mark::kGradient) {
       refuse_plan(concat("\"", unit.name,
-                         "\" produces its gradient in another visit than the one that ",
-                         "needs its parameters (tiles, rows that are looked up); pipelines do not "
-                         "support this yet"));
+                         "\" needs its parameters in one visit and produces its gradient in ",
+                         "another (tiles, rows that are looked up); pipelines do not support this "
+                         "yet"));
     }
     if (visit.stage < 0 || visit.stage >= num_stages) {
       refuse_plan(concat("\"", unit.name, "\" is in stage ", visit.stage, " of ", num_stages));
@@ -43,7 +43,7 @@ Stages check_order(const ModelDesc& model, int num_stages) {
   Stages stages = by_stage(model, model.forward, num_stages);
   for (int stage = 0; stage < num_stages; ++stage) {
     if (stages[stage].empty()) {
-      refuse_plan(concat("stage ", stage, " of ", num_stages, " has no units; the model has ",
+      refuse_plan(concat("stage ", stage, " of ", num_stages, " has no units; the model has only ",
                          model.units.size()));
     }
   }
@@ -83,7 +83,7 @@ std::vector<int> shared_by(const ModelDesc& model, int num_ranks, int rank, cons
     if (table.grads_wait_on_disk()) {
       refuse_plan(concat("\"", model.units[unit].name,
                          "\" is in several stages (tied weights), and its ",
-                         "gradients wait on disk: hold them on the host"));
+                         "gradients are held on disk: hold them on the host"));
     }
     shared.push_back(unit);
   }

@@ -60,9 +60,10 @@ class Turns {
 Schedule one_forward_one_backward(const PipelineShape& shape) {
   const int num_rounds = std::max(1, shape.micro / shape.ranks);
   if (shape.virtual_stages > 1 && shape.micro % num_rounds != 0) {
-    refuse_schedule(concat("\"interleaved\" runs micro-batches in ", num_rounds, " rounds over ",
-                           shape.ranks, " ranks, which do not divide ", shape.micro,
-                           " evenly: change \"batch.accumulate\""));
+    refuse_schedule(concat("\"interleaved\" on ", shape.ranks, " ranks runs ", shape.micro,
+                           " micro-batches in ", num_rounds,
+                           " rounds, which must have equal numbers of them: change "
+                           "\"batch.accumulate\""));
   }
   const int round = shape.virtual_stages > 1 ? shape.micro / num_rounds : shape.micro;
   const int total = shape.micro * shape.virtual_stages;
@@ -155,13 +156,13 @@ Schedule make_schedule(const std::string& name, const PipelineShape& shape) {
                " (valid: ", join(names, ", "), ")"));
   }
   if (shape.ranks < 1 || shape.virtual_stages < 1 || shape.micro < 1) {
-    refuse_schedule(concat("a pipeline of ", shape.ranks, " ranks with ", shape.virtual_stages,
-                           " stages each and ", shape.micro,
-                           " micro-batches: each must be at least 1"));
+    refuse_schedule(concat("a pipeline cannot have ", shape.ranks, " ranks with ",
+                           shape.virtual_stages, " stages each and ", shape.micro,
+                           " micro-batches: each number must be at least 1"));
   }
   if (name == "1f1b" && shape.virtual_stages > 1) {
     refuse_schedule(concat("\"1f1b\" has one stage per rank, not ", shape.virtual_stages,
-                           ": \"interleaved\" has several"));
+                           ": use \"interleaved\" for several"));
   }
   return name == "gpipe" ? gpipe(shape) : one_forward_one_backward(shape);
 }

@@ -30,6 +30,11 @@ Mesh mesh_of(const Config& config) {
                    {Axis::kTensor, mesh.tensor}});
 }
 
+// Ranks are numbered with the tensor axis innermost, then sequence, data and pipeline.
+int data_rank(const MeshConfig& mesh, int rank) {
+  return rank / (mesh.tensor * mesh.sequence) % mesh.data;
+}
+
 Table table_of(const Config& config, const ModelDesc& model) {
   TableOptions options;
   options.precision = precision_of(model);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "penstock/config.h"
+#include "penstock/export.h"
 #include "src/plan/cost/simulator.h"
 #include "src/plan/planner.h"
 #include "src/plan/table.h"
@@ -22,6 +23,10 @@ Section section_named(const std::string& name);
 // Returns the mesh over which a resolved config distributes state: sequence ranks count as data
 // ranks and are neighbours in `local`.
 Mesh mesh_of(const Config& config);
+
+// Returns the index of the rank's part of a global batch, in [0, mesh.data). Ranks that compute one
+// copy of the model together have the same index. The config must be resolved.
+PENSTOCK_API int data_rank(const MeshConfig& mesh, int rank);
 // Marks the units that are computed again in backward. Throws ConfigError if no unit can be
 // recomputed.
 void mark_recomputed(const Config& config, ModelDesc& model);

@@ -69,13 +69,15 @@ Table preset(const std::string& name, const TableOptions& options) {
   const bool fixed = std::string_view(cells.param_rest).find('@') != std::string_view::npos;
   if (options.param_tier != Tier::kDevice && (fixed || !rest.sharded()))
     throw ConfigError(concat("[plan::preset] offload.params '", tier_name(options.param_tier),
-                             "' needs parameters that rest sharded on the device, which strategy '",
-                             name, "' does not have: allowed with zero3, hpz, mics"));
+                             "' needs parameters that are sharded on the device between uses, but "
+                             "strategy '",
+                             name, "' does not shard them there: allowed with zero3, hpz, mics"));
   const bool shards_grads = place(cells.grad_hold, precision).sharded();
   if (options.grad_tier && !shards_grads)
     throw ConfigError(concat("[plan::preset] offload.gradients '", tier_name(*options.grad_tier),
-                             "' needs gradients that are held sharded, which strategy '", name,
-                             "' does not have: allowed with zero2, zero3, hpz, hpz_host, mics"));
+                             "' needs sharded gradients, but strategy '", name,
+                             "' does not shard them: allowed with zero2, zero3, hpz, hpz_host, "
+                             "mics"));
   const bool offloads = options.optim_tier != Tier::kDevice;
   const Tier update_tier = offloads ? Tier::kHost : Tier::kDevice;
   const Dtype sum = options.accumulate ? Dtype::kFp32 : precision;

@@ -213,7 +213,7 @@ def test_collectives_through_the_host(device_pools):
 def test_models_that_are_nowhere_or_everywhere(device_pools):
     (half_kind, half), (meta_kind, meta) = device_pools(1).run(refused)[0]
     assert (half_kind, meta_kind) == ("ConfigError", "ConfigError")
-    assert "one engine trains on one device" in half
+    assert "an engine trains on one device per rank" in half
     assert "meta device" in meta
 
 

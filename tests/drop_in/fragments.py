@@ -18,7 +18,9 @@ from deepspeed.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
     safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 from loops import Model
 from reporting import report
@@ -94,6 +96,69 @@ def _edit(beside: Beside) -> None:
         beside.state(2, "exp_avg_sq").mul_(4.0)
 
 
+def _edit_gradients(params: list[torch.nn.Parameter]) -> float:
+    """Replaces gradients, whole and this rank's parts. Returns how far the new ones are from what
+    was asked for."""
+    target, other, third = params[3], params[0], params[1]
+    safe_set_full_grad(target, torch.full_like(safe_get_full_grad(target), 0.25))
+    before = safe_get_full_grad(other)
+    safe_set_local_grad(other, safe_get_local_grad(other).clamp(-0.01, 0.01))
+    whole = safe_get_full_grad(third)
+    safe_update_full_grad_vectorized(iter([third]), lambda gradient, param: gradient.sign())
+    pairs = (
+        (safe_get_full_grad(target), torch.full_like(whole.new_zeros(target.shape), 0.25)),
+        (safe_get_full_grad(other), before.clamp(-0.01, 0.01)),
+        (safe_get_full_grad(third), whole.sign()),
+    )
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def _raised(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except Exception as error:  # noqa: BLE001 - the error is the result
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refusals(stage: int) -> dict[str, Any]:
+    """Frozen parameters, values that differ between ranks, and calls on one rank alone."""
+    torch.manual_seed(0)
+    rank, model = deepspeed.comm.get_rank(), Model()
+    params = list(model.parameters())
+    params[0].requires_grad_(False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+    ids = torch.randint(0, 17, (2, 9))
+    engine.backward(engine(ids).square().mean())
+    frozen, one = params[:2]
+    getters = (safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_fp32_param)
+    found: dict[str, Any] = {"frozen": [get(frozen) for get in (*getters, safe_get_local_grad)]}
+    for get in (safe_get_full_optimizer_state, safe_get_local_optimizer_state):
+        found["frozen"].append(get(frozen, "exp_avg"))
+    gradient, part = safe_get_full_grad(one), safe_get_local_grad(one)
+    safe_update_full_grad_vectorized([frozen, one], lambda gradient, param: 2 * gradient)
+    found["doubled"] = torch.equal(safe_get_full_grad(one), 2 * gradient)
+    found["said"] = [
+        _raised(safe_set_full_grad, one, gradient + rank),
+        _raised(safe_set_local_grad, one, torch.zeros(part.numel() + rank)),
+        _raised(safe_set_local_grad, frozen, torch.zeros(0)),
+        _raised(safe_get_full_fp32_param, torch.nn.Parameter(torch.ones(1))),
+        _raised(safe_get_full_optimizer_state, one, "typo"),
+    ]
+    found["kept"] = torch.equal(safe_get_full_grad(one), 2 * gradient)
+    if rank == 0:  # alone
+        found["alone"] = [safe_get_local_fp32_param(one).numel(), part.numel()]
+        found["alone"].append(safe_get_local_optimizer_state(one, "exp_avg").numel())
+    engine.step()
+    engine.destroy()
+    return found
+
+
 def run(case: str, bf16: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model()
@@ -113,8 +178,7 @@ def run(case: str, bf16: bool) -> dict[str, Any]:
         out = engine(ids[:, :-1]).float()
         engine.backward(torch.nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten()))
         if step == 3:
-            target = beside.params[3]
-            safe_set_full_grad(target, torch.full_like(safe_get_full_grad(target), 0.25))
+            edits = _edit_gradients(beside.params)
         beside.step()
         if step == 2:
             pieces = _pieces(beside.params)
@@ -123,13 +187,19 @@ def run(case: str, bf16: bool) -> dict[str, Any]:
             _edit(beside)
         gaps.append(beside.gap())
     engine.destroy()
-    return {"gaps": gaps, "pieces": pieces}
+    return {"gaps": gaps, "pieces": pieces, "edits": edits}
 
 
 def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     names = [f"{case}-{dtype}" for case in CASES for dtype in ("fp32", "bf16")]
-    report(names, lambda name: run(name.partition("-")[0], name.endswith("bf16")))
+    names += [f"refusals-{stage}" for stage in range(4)]
+
+    def case(name: str) -> dict[str, Any]:
+        kind, _, rest = name.partition("-")
+        return refusals(int(rest)) if kind == "refusals" else run(kind, rest == "bf16")
+
+    report(names, case)
 
 
 if __name__ == "__main__":

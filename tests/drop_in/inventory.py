@@ -61,8 +61,8 @@ deepspeed.zero.Init x(enabled=False).__enter__()
 deepspeed.zero.GatheredParameters x([]).__enter__()
 deepspeed.zero.register_external_parameter x(model, model.weight)
 deepspeed.zero.unregister_external_parameter x(model, model.weight)
-deepspeed.zero.TiledLinear ! x(4, 4)
-deepspeed.zero.TiledLinearReturnBias ! x(4, 4)
+deepspeed.zero.TiledLinear x(4, 4, in_splits=2)(torch.ones(4))
+deepspeed.zero.TiledLinearReturnBias x(4, 4)
 deepspeed.zero.MiCS_Init x(enabled=False)
 deepspeed.zero.ZeroParamStatus x.AVAILABLE.value == 1
 deepspeed.zero.ZeroParamType x.NORMAL.value == 1
@@ -305,7 +305,7 @@ deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig x().bu
 deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAMES x == []
 deepspeed.runtime.zero.linear.LinearModuleForZeroStage3 x(4, 2).out_features == 2
 deepspeed.runtime.zero.utils.ZeRORuntimeException issubclass(x, Exception)
-deepspeed.runtime.zero.offload_states.get_state_devices ! x(model, None)
+deepspeed.runtime.zero.offload_states.get_state_devices x(torch.ones(1), 'lp_params')
 deepspeed.runtime.swap_tensor.constants.AIO_BLOCK_SIZE_DEFAULT x == 1048576
 deepspeed.runtime.swap_tensor.utils.MIN_SWAPPABLE_BYTES x == 1048576
 deepspeed.runtime.lr_schedules.LR_RANGE_TEST_MIN_LR x == 'lr_range_test_min_lr'

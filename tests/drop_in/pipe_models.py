@@ -127,10 +127,9 @@ def _odd_layers() -> list[nn.Module]:
 def _seeded_layers() -> list[nn.Module]:
     return [
         nn.Embedding(VOCAB, WIDTH),
-        Block(WIDTH),
+        nn.Sequential(Block(WIDTH), nn.Dropout(0.5)),
         nn.Dropout(0.5),
-        Block(WIDTH),
-        nn.Dropout(0.5),
+        nn.Sequential(Block(WIDTH), nn.Dropout(0.5)),
         nn.Linear(WIDTH, VOCAB),
     ]
 

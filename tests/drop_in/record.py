@@ -2,7 +2,8 @@
 
     python tests/drop_in/record.py DEEPSPEED_PYTHON
 
-DEEPSPEED_PYTHON: of an environment with deepspeed (0.19.8) and the torch of requirements-dev.txt.
+DEEPSPEED_PYTHON: of an environment with deepspeed (0.19.8) and the packages of
+requirements-dev.txt.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
+
+from trl_cases import CASES
 
 HERE = pathlib.Path(__file__).parent
 RECORDED = HERE / "recorded.json"
@@ -61,6 +64,16 @@ def run(
     return found
 
 
+def run_trl(python: str, env: dict[str, str], names: Sequence[str], folder: str) -> dict[str, Any]:
+    """What trl_trainers.py gives for these cases on two ranks, from several starts of 32 cases."""
+    env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": f"{folder}/cache", **env}
+    found: dict[str, Any] = {}
+    for first in range(0, len(names), 32):
+        some = [folder, *names[first : first + 32]]
+        found |= run(python, "trl_trainers.py", 2, env, some)
+    return found
+
+
 def main() -> None:
     reference = {"DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
@@ -69,6 +82,7 @@ def main() -> None:
             one: run(sys.argv[1], f"{one}.py", 2, reference, arguments.get(one, ()))
             for one in ("loops", "calls", "trainers", "accelerated")
         }
+        recorded["trl"] = run_trl(sys.argv[1], reference, list(CASES), folder)
     RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
 
 

@@ -22,4 +22,19 @@ def test_as_a_torch_optimizer_with_the_same_edits(case, found):
     ours = found[case]
     assert "error" not in ours, ours
     assert max(ours["gaps"]) < 1e-6 and len(ours["gaps"]) == 5
-    assert ours["pieces"] < 1e-6
+    assert ours["pieces"] < 1e-6 and ours["edits"] < (1e-4 if case.endswith("bf16") else 1e-9)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_refusals(stage, found):
+    ours = found[f"refusals-{stage}"]
+    assert ours["frozen"] == [None] * 6 and ours["doubled"] and ours["kept"]
+    texts = (
+        "ConfigError: [engine::set_grads] rank 0 and rank 1 were given different gradients",
+        "ConfigError: [deepspeed::safe_set_local_grad] rank 0 gives",
+        "ConfigError: [deepspeed::safe_set_local_grad] rank 0 gives 0 elements",
+        "ConfigError: [deepspeed::safe_*] the tensor is not a parameter",
+    )
+    for text, said in zip(texts, ours["said"], strict=False):
+        assert text in said
+    assert len(set(ours["alone"])) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pipe_models as pipes
 import pytest
 import torch
@@ -29,7 +31,7 @@ def hands_on_text() -> str:
 
 def test_only_tensors_go_from_stage_to_stage(drop_in_pools):
     told = drop_in_pools(2).run(hands_on_text)
-    assert "return tensors or tuples of tensors" in told[1] and told[0], told
+    assert "return a tensor or a tuple of tensors" in told[1] and told[0], told
 
 
 def calls() -> dict[str, str]:
@@ -98,6 +100,13 @@ def test_refused_calls(drop_in_pools):
             assert expected in told[name], (name, told[name])
 
 
+def set_later(engine: Any) -> None:
+    try:
+        engine.module.set_checkpoint_interval(1)
+    finally:
+        engine.destroy()
+
+
 def made(name: str) -> None:
     """What cannot be made."""
     ds = pipes.deepspeed()
@@ -109,7 +118,7 @@ def made(name: str) -> None:
     model = pipes.built("modules", num_stages=2)
     tied = [pipe.TiedLayerSpec("a", torch.nn.Linear, 4, 4) for _ in range(2)]
     other = pipe.TiedLayerSpec("a", torch.nn.Embedding, 4, 4)
-    three = topology.PipeModelDataParallelTopology(1, 2, 1)
+    inner = topology.ProcessTopology(["pipe", "depth"], [1, 2])
     swapped = topology.ProcessTopology(["data", "pipe"], [2, 1])
     {
         "no stages": lambda: pipes.built("modules"),
@@ -117,7 +126,7 @@ def made(name: str) -> None:
         "few layers": lambda: pipe.PipelineModule([linear, torch.relu], num_stages=2),
         "method": lambda: pipes.built("modules", num_stages=2, partition_method="profile"),
         "no type": lambda: pipes.built("modules", num_stages=2, partition_method="type:gru"),
-        "tensor": lambda: pipes.built("modules", topology=three),
+        "order": lambda: pipes.built("modules", topology=inner),
         "other sizes": lambda: pipes.built("modules", num_stages=2, topology=swapped),
         "twice": lambda: pipe.PipelineModule([linear, linear], num_stages=2),
         "a class": lambda: pipe.PipelineModule([torch.nn.ReLU, linear], num_stages=1),
@@ -135,18 +144,15 @@ def made(name: str) -> None:
             activation_checkpoint_func=torch.relu,
         ),
         "some layers": lambda: pipes.built(
-            "modules", num_stages=2, activation_checkpoint_interval=1, checkpointable_layers=["A"]
+            "modules", num_stages=2, activation_checkpoint_interval=1, checkpointable_layers="A"
         ),
         "interval": lambda: pipes.built(
             "modules", num_stages=2, activation_checkpoint_interval=-1
         ),
-        "later": lambda: ds.initialize(
-            model=pipes.built("modules", num_stages=2, checkpointable_layers=["A"]),
-            config=pipes.config_of(pipeline={"activation_checkpoint_interval": 1}),
-        ),
+        "later": lambda: set_later(ds.initialize(model=model, config=pipes.config_of())[0]),
         "mpu": lambda: ds.initialize(model=model, config=pipes.config_of(), mpu=model.mpu()),
-        "section": lambda: ds.initialize(
-            model=model, config=pipes.config_of(pipeline={"stages": 4})
+        "tensor": lambda: ds.initialize(
+            model=model, config=pipes.config_of(tensor_parallel={"autotp_size": 2})
         ),
         "key": lambda: ds.initialize(model=model, config=pipes.config_of(pipeline={"stage": 2})),
         "no section": lambda: ds.initialize(model=model, config=pipes.config_of(pipeline=3)),
@@ -165,22 +171,22 @@ MADE = {
     "few layers": "2 stages and 1 layers with parameters",
     "method": 'partition_method is "profile"',
     "no type": "matches none of the layers: Embedding, Block",
-    "tensor": "only pipelines and data parallelism",
+    "order": 'allowed: "pipe", "data" and "model", in this order',
     "other sizes": "num_stages is 2",
-    "twice": "among the layers twice",
+    "twice": "is in the list twice",
     "a class": "layer 0 is <class",
     "a spec": "not a subclass of nn.Module",
     "classes": "Use one class",
     "no weight": 'no parameter "w"',
-    "running": "whose buffers change",
+    "running": "whose running statistics change",
     "a loss": "loss_fn is a Linear with parameters",
     "function": "is a custom function",
-    "some layers": "checkpointable_layers is not supported",
+    "some layers": "checkpointable_layers is a str",
     "interval": "activation_checkpoint_interval is -1",
-    "later": "checkpointable_layers is not supported",
+    "later": "call it before initialize()",
     "mpu": "has its own, model.mpu()",
-    "section": '"pipeline.stages" is 4',
-    "key": "no such key",
+    "tensor": 'the axis "model" of its topology',
+    "key": '"pipeline.stage" is no key',
     "no section": '"pipeline" is 3; allowed: a section',
     "windows": "train_batch() sets the windows",
     "mesh": "mesh.pipeline 1, but the PipelineModule has 2 stages",

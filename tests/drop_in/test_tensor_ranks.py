@@ -287,8 +287,8 @@ REFUSED = {
 
 
 MPU = {  # sizes of an mpu, and what is said of them
-    "model": "mesh.tensor",
-    "tensor_model": "mesh.tensor",
+    "model": "no get_model_parallel_group()",
+    "tensor_model": "no get_model_parallel_group()",
     "pipe": "PipelineModule",
     "pipeline_model": "PipelineModule",
     "sequence": "no get_sequence_parallel_group()",

@@ -88,6 +88,44 @@ def saved(kind: type[torch.nn.Module], stage: int, bf16: bool, folder: str) -> N
     engine.destroy()
 
 
+def loaded(kind: type[torch.nn.Module], stage: int, folder: str) -> None:
+    """Asserts that what a trained model saves gives the same values in a new engine."""
+    ds = pipes.deepspeed()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    x, outputs = torch.eye(4), []
+    for load in (False, True):
+        torch.manual_seed(int(load))
+        with ds.zero.Init(enabled=stage == 3):
+            model = kind()
+        state = torch.load(f"{folder}/pytorch_model.bin") if load else {}
+        for name, module in model.named_modules() if load else ():
+            own = [*module.parameters(recurse=False)]
+            with ds.zero.GatheredParameters(own, modifier_rank=0):
+                prefix = f"{name}." if name else ""
+                module._load_from_state_dict(state, prefix, {}, False, [], [], [])
+        engine = ds.initialize(model=model, config=config)[0]
+        if not load:
+            engine.backward(engine(x).sum())
+            engine.step()
+            engine.save_16bit_model(folder)
+            torch.distributed.barrier()
+        engine.eval()
+        with torch.no_grad():
+            outputs.append(engine(x))
+        engine.destroy()
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("kind", (ValueHead, Wrapped))
+def test_loaded_by_its_names(kind, stage, drop_in_pools, tmp_path):
+    drop_in_pools(2).run(loaded, kind, stage, str(tmp_path))
+
+
 @pytest.mark.parametrize(("stage", "bf16"), ((0, False), (2, True), (3, False), (3, True)))
 @pytest.mark.parametrize("kind", (ValueHead, Wrapped))
 def test_saved_by_its_names(kind, stage, bf16, drop_in_pools, tmp_path):

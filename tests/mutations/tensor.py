@@ -149,8 +149,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "ranks begin with weights of their own",
         "src/engine/model/adoption.cpp",
-        """      executor_.broadcast(concat(label, " ", slot.name), initial.data_ptr(),
-                          static_cast<int64_t>(initial.nbytes()));
+        """  executor_.broadcast(concat(label, " ", slot.name), whole.data_ptr(),
+                      static_cast<int64_t>(whole.nbytes()));
 """,
         "",
         life("evaluates"),

@@ -187,7 +187,7 @@ def test_a_module_in_two_engines_is_an_error():
     shared = nn.Linear(4, 4)
     first = penstock.initialize(nn.Sequential(shared, nn.Linear(4, 1)), {"strategy": "ddp"})
     for model in (first.module, nn.Sequential(shared, nn.Linear(4, 2))):
-        with pytest.raises(penstock.ConfigError, match=r'"0.weight" is in another engine'):
+        with pytest.raises(penstock.ConfigError, match=r'"0.weight" is already in another engine'):
             penstock.initialize(model, {"strategy": "ddp"})
     first.close()
     penstock.initialize(nn.Sequential(shared, nn.Linear(4, 2)), {"strategy": "ddp"}).close()

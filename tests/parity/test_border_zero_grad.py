@@ -172,7 +172,7 @@ def _add(engine):
 
 
 REFUSED = {
-    "some": (Some, _zero_grad, "Some.zero_grad() drops the gradients of some parameters only"),
+    "some": (Some, _zero_grad, "Some.zero_grad() drops the gradients of only some parameters"),
     "reads": (Reads, _zero_grad, "Reads.zero_grad() uses gradients"),
     "saves": (Saves, lambda e: e.optimizer.state_dict(), "the optimizer's state is sharded"),
     "loads": (Loads, lambda e: e.optimizer.load_state_dict({}), "the optimizer's state is sharded"),

@@ -305,7 +305,9 @@ def test_later_contexts(pools):
     pools(2).run(later)
 
 
-INSIDE = r"inside `with penstock\.init\(\):`; for numpy\(\), tolist\(\)"
+INSIDE = (
+    r"inside `with penstock\.init\(\):`, and clone\(\) it there before .* numpy\(\), tolist\(\)"
+)
 DTYPE = r'"Embedding.weight" would have dtype torch.float64.*Convert the model'
 REFUSED = {
     "double": ("ConfigError", DTYPE, lambda m: m.double()),

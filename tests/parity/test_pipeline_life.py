@@ -271,7 +271,7 @@ def test_models_of_transformers(kind, strategy, config, pools):
 REFUSED = [
     ({"mesh": {"pipeline": 2}, "batch": {"accumulate": 1}}, "fewer micro-batches than pipeline"),
     ({"parallel": {"stages": ["blocks.9"]}}, 'no stage can begin with "blocks.9"'),
-    ({"parallel": {"stages": ["tokens"]}}, "does not come after the stage before it"),
+    ({"parallel": {"stages": ["tokens"]}}, "does not come after the module listed before it"),
     ({"parallel": {"stages": ["blocks.1", "blocks.2"]}}, "names 2 modules"),
     ({"parallel": {"virtual_stages": 8, "schedule": "gpipe"}}, "the pipeline has 16 stages"),
     ({"parallel": {"virtual_stages": 2}}, 'needs "parallel.schedule"'),

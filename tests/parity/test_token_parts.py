@@ -212,7 +212,7 @@ REFUSED = [
     (calls_a_block, "called by itself"),
     (calls_the_first_block, "called by itself"),
     (leaves_the_last_block_out, "was not called"),
-    (has_a_block_twice, "a block several times"),
+    (has_a_block_twice, "the same block several times"),
     (says_whole, '"blocks.0.norm" is "whole"'),
     (other_model, "rules exist only for llama"),
     (rules_without, 'no rule in "parallel.rules" has the style "tokens"'),

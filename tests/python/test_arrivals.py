@@ -77,7 +77,7 @@ def test_the_missing_rank_is_named(run, tmp_path):
         process.environ()["RANK"]: process.pid
         for process in psutil.Process(run.pid).children(recursive=True)
     }
-    assert f"rank 1 (process {ranks['1']}) has not come to init_process_group" in text
+    assert f"rank 1 (process {ranks['1']}) has not reached init_process_group" in text
     assert f"rank 0 (process {ranks['0']}) waits there" in text
 
     by_pid = command("status", str(run.pid))
@@ -113,12 +113,12 @@ TEXTS = {
     "all came": ([True, True], ""),
     "one waits": (
         [False, True],
-        "rank 0 (process 100) has not come to init_process_group (no connection to the store "
+        "rank 0 (process 100) has not reached init_process_group (no connection to the store "
         "host:1); rank 1 (process 101) waits there",
     ),
     "several": (
         [False, True, False, True],
-        "ranks 0 (process 100), 2 (process 102) have not come to init_process_group (no connection "
+        "ranks 0 (process 100), 2 (process 102) have not reached init_process_group (no connection "
         "to the store host:1); ranks 1 (process 101), 3 (process 103) wait there",
     ),
 }

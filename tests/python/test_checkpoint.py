@@ -34,7 +34,7 @@ def refusals(folder):
     engine = tiny()
     tiny_step(engine)
     engine.backward(engine(torch.ones(2, 8)).mean())
-    with pytest.raises(penstock.ConfigError, match="middle of a window: the gradients of 1 of 1"):
+    with pytest.raises(penstock.ConfigError, match="middle of a window, so the gradients of 1 of 1"):
         engine.save(folder)
     engine.zero_grad()
     with engine.gathered(write=True), pytest.raises(penstock.ConfigError, match="write=True"):
@@ -120,8 +120,8 @@ def other_models(folder):
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)), weights_only=True
     )
     for part in (
-        "param/1.weight has shape [8, 8] there and [4, 8] here",
-        "param/1.bias has shape [8] there and [4] here",
+        "param/1.weight has shape [8, 8] in the checkpoint and [4, 8] here",
+        "param/1.bias has shape [8] in the checkpoint and [4] here",
         "missing in the checkpoint: param/2.weight, param/2.bias",
     ):
         assert part in named, named

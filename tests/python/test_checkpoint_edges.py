@@ -246,7 +246,7 @@ def refused_late(folder):
     engine.save(folder)
     with pytest.raises(penstock.RuntimeFault, match="rank 1: KeyError: 'something of mine'"):
         engine.load(folder)
-    with pytest.raises(penstock.RuntimeFault, match="could not be taken over"):
+    with pytest.raises(penstock.RuntimeFault, match="could not be applied"):
         tiny_step(engine)
     engine.close()
 

@@ -163,7 +163,7 @@ def test_what_nobody_foresaw_is_refused_by_the_arena_on_all_ranks(pools):
     needed = pools(2).run(bytes_of_lean, case, config)[0]["device"]
     for kind, text, seconds in pools(2).run(hungry, case, needed, config):
         assert kind == "RuntimeFault"
-        for word in ("device memory (memory.device_bytes)", "more beside the", "is over the"):
+        for word in ("device memory (memory.device_bytes)", "in use on this rank", "is over the"):
             assert word in text, text
         assert "needs less of it" in text
         assert seconds < 20  # none of them waited for another

@@ -196,7 +196,7 @@ DAMAGES = [
     ("zero3-bf16", with_fewer_elements, "elements"),
     ("zero3-bf16", remove("*optim*"), "no optimizer states"),
     ("zero2-bf16", of_two_runs, "two checkpoints"),
-    ("zero2-bf16", without_counts, "no count of steps"),
+    ("zero2-bf16", without_counts, "no step count"),
     ("zero3-bf16", cut_in_more_parts, "parts on 2 ranks"),
     ("zero3-bf16", without_a_shape, "elements"),
     ("zero2-bf16", with_code, "mkdir"),

@@ -148,7 +148,8 @@ def test_a_wrong_filter_is_refused(include, exclude, message):
 def test_a_filter_with_two_meanings_is_refused():
     hosts = [hostfile.Host("a", 4, "hosts:1"), hostfile.Host("a:1", 2, "hosts:2")]
     message = (
-        "--include a:1: 'a:1' is a host, and slots of the host a; rename one of them in hosts:2"
+        "--include a:1: 'a:1' can mean a host or slots of the host a; rename one of the two hosts "
+        "in hosts:2"
     )
     with pytest.raises(ValueError, match="^" + re.escape("[launch::select] " + message) + "$"):
         hostfile.select(hosts, "a:1", "")
@@ -157,9 +158,9 @@ def test_a_filter_with_two_meanings_is_refused():
 
 def test_the_first_hosts_and_slots():
     assert slots(hostfile.first(HOSTS, 2, 1)) == {"a": (0,), "b": (0,)}
-    with pytest.raises(ValueError, match=r"--num-nodes 4: there are 3 hosts \(a, b, me@c\)"):
+    with pytest.raises(ValueError, match=r"--num-nodes 4: there are only 3 hosts \(a, b, me@c\)"):
         hostfile.first(HOSTS, 4, 0)
-    with pytest.raises(ValueError, match=r"--num-gpus 3: b has slots=2 \(hosts:2\)"):
+    with pytest.raises(ValueError, match=r"--num-gpus 3: b has only slots=2 \(hosts:2\)"):
         hostfile.first(HOSTS, 0, 3)
 
 

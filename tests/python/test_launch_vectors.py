@@ -310,11 +310,14 @@ MULTI = "-H hosts train.py"
         (f"-i b -e a {MULTI}", "[launch::select] --include and --exclude are both given"),
         (
             f"-i b --num_gpus 1 --num_nodes 2 {MULTI}",
-            "[launch::command] --num-nodes, --num-gpus with --include or --exclude: the filter",
+            "[launch::command] --num-nodes, --num-gpus cannot be combined with --include or",
         ),
-        (f"--num_nodes 4 {MULTI}", "[launch::first] --num-nodes 4: there are 3 hosts (b, a, me@c)"),
+        (
+            f"--num_nodes 4 {MULTI}",
+            "[launch::first] --num-nodes 4: there are only 3 hosts (b, a, me@c)",
+        ),
         (f"--num_nodes 0 {MULTI}", "[launch::command] --num-nodes must be at least 1"),
-        (f"--num_gpus 3 {MULTI}", "[launch::first] --num-gpus 3: b has slots=2 (hosts:1)"),
+        (f"--num_gpus 3 {MULTI}", "[launch::first] --num-gpus 3: b has only slots=2 (hosts:1)"),
         ("--num_nodes 2 train.py", "[launch::command] --num-nodes 2 needs a --hostfile"),
         ("-i a train.py", "[launch::select] --include a: no host 'a'; allowed are localhost"),
         (
@@ -329,7 +332,7 @@ MULTI = "-H hosts train.py"
         ),
         (
             f"--launcher slurm -i a:1 --force_multi {MULTI}",
-            "[launch::backends] --launcher slurm cannot choose slots 1 of a, only how many",
+            "[launch::backends] --launcher slurm cannot choose slots 1 of a, only the number",
         ),
         (
             f"--launcher impi --ssh_port 3 {MULTI}",
@@ -365,7 +368,7 @@ MULTI = "-H hosts train.py"
         ),
         (
             "--autotuning run train.py",
-            "[launch::command] --autotuning is not supported: `penstock plan`",
+            "[launch::command] --autotuning needs --as-deepspeed",
         ),
         ("--module --no_python x", "[launch::options] --module needs Python"),
         (

@@ -215,7 +215,7 @@ def take_advice(folder: str, budget: int, text: str) -> None:
 
 def test_a_run_beyond_its_prediction_is_told_why(pools, tmp_path):
     for failure in pools(2).run(gather_everything, str(tmp_path)):
-        assert "is over the" in failure and "the prediction does not contain gathered()" in failure
+        assert "is over the" in failure and "the prediction does not include gathered()" in failure
 
 
 def gather_everything(folder: str) -> str:

@@ -90,7 +90,7 @@ def test_rows_are_what_the_loop_saw(world, accumulate, pools):
 def test_one_folder_is_one_engines(tmp_path):
     config = {"monitor": {"path": str(tmp_path)}}
     first = penstock.initialize(model(), config)
-    with pytest.raises(penstock.ConfigError, match="where another open engine writes"):
+    with pytest.raises(penstock.ConfigError, match="to which another open engine writes"):
         penstock.initialize(model(), config)
     first.close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')  # of a run that was killed

@@ -219,7 +219,7 @@ WRONG = {
     "no JSON": (["--model", "broken.json"], "cannot read broken.json as JSON: "),
     "no such callable": (["--model", "nets.py:bild"], 'has no "bild": did you mean "build"?'),
     "no module": (["--model", "nets.py:seven"], "nets.py:seven returned a int, not an nn.Module"),
-    "nothing known": (["--model", "bert"], '--model "bert" is none of: module:callable'),
+    "nothing known": (["--model", "bert"], '--model is "bert"; allowed: module:callable'),
     "tier": (["--params", "1e6", "--budget", "devise=1GiB"], 'did you mean "device"?'),
     "bytes": (["--params", "1e6", "--budget", "device=1gig"], '"memory.device_bytes" is "1gig"'),
     "no value": (["--params", "1e6", "--budget", "device"], "must have the form device=value"),

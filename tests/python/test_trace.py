@@ -125,7 +125,7 @@ def test_the_last_steps_are_always_there(tmp_path):
         engine.trace(tmp_path / "x.json", 0)
     with pytest.raises(penstock.RuntimeFault, match="cannot be written"):
         engine.trace(tmp_path / "no" / "x.json")
-    with pytest.raises(penstock.RuntimeFault, match="is not there or cannot be written to"):
+    with pytest.raises(penstock.RuntimeFault, match="does not exist or cannot be written to"):
         engine.trace(tmp_path / "no" / "x.json", 2)
     with pytest.raises(penstock.ConfigError, match="1.5; allowed: a whole number"):
         engine.trace(tmp_path / "x.json", 1.5)

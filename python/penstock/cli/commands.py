@@ -21,6 +21,7 @@ _SUMMARIES = {
     "inspect": "list the contents of a checkpoint and verify its checksums",
     "report": "write one HTML file about one run, or comparing two",
     "convert": "convert checkpoints from and to DeepSpeed, torch and Hugging Face",
+    "deepspeed": "switch this environment from DeepSpeed to Penstock, or back",
     "explain": "print every effective value of a config",
     "doctor": "print versions and facts about the machine, for a bug report",
 }

@@ -33,7 +33,7 @@ def _shared_memory() -> str:
 
 
 def report() -> int:
-    """Prints the facts, one a line. Returns 0."""
+    """Prints the facts, one per line. Returns 0."""
     page = os.sysconf("SC_PAGE_SIZE")
     facts = {
         "penstock": importlib.metadata.version("penstock"),

@@ -36,9 +36,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.node is None or args.gpus is None:
         raise ValueError("[plan] meshes need both --nodes and --gpus")
     if args.node < 1 or args.gpus < 1:
-        raise ValueError("[plan] --nodes and --gpus are whole numbers >= 1")
+        raise ValueError("[plan] --nodes and --gpus must be whole numbers >= 1")
     if args.tokens is not None:
-        raise ValueError("[plan] --tokens is for one mesh. With --gpus use --batch and --micro")
+        raise ValueError("[plan] --tokens is for one mesh. With --gpus, use --batch and --micro")
     if args.world is not None and args.world != args.node * args.gpus:
         raise ValueError(
             f"[plan] --world is {args.world}, but --nodes times --gpus is {args.node * args.gpus}. "

@@ -151,7 +151,7 @@ def _hugging_face(path: pathlib.Path) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
     except Exception as error:
         raise ValueError(
-            f"[plan] --model: transformers makes no model of {path}: {error!r}. Pass the "
+            f"[plan] --model: transformers cannot build a model from {path}: {error!r}. Pass the "
             f"config.json that save_pretrained() wrote, or a copy of it"
         ) from error
 
@@ -176,4 +176,4 @@ def build(spec: str) -> Built:
                 near = difflib.get_close_matches(kind, ["gpt"])
                 also = f'; did you mean "gpt:{rest}"?' if near else ""
                 raise ValueError(f"[plan] --model {spec}: {error}{also}") from error
-    raise ValueError(f'[plan] --model "{spec}" is none of: {SPECS}')
+    raise ValueError(f'[plan] --model is "{spec}"; allowed: {SPECS}')

@@ -96,7 +96,7 @@ class Watch:
         if not self._runs and host not in (None, socket.gethostname()):
             raise ValueError(
                 f"[top] {self.name}: the run has no rank on this machine. It began on host {host}. "
-                f"Call penstock top there"
+                f"Run penstock top there"
             )
         if self._folder is not None:
             for row in run.rows(self._folder / "metrics.jsonl")[-1:]:

@@ -129,7 +129,9 @@ def _refuse_without_effect(wanted: Options, kind: str, takes: set[str]) -> None:
         takes = takes | {"dtype"}
     for name in ("tag", "key", "inert", "dtype", "rules"):
         if getattr(wanted, name) and name not in takes:
-            raise ConfigError(f"[convert] {name} has no effect: from {kind} to {wanted.to}")
+            raise ConfigError(
+                f"[convert] {name} has no effect on a conversion from {kind} to {wanted.to}"
+            )
 
 
 def _read(path: pathlib.Path, wanted: Options) -> Foreign:

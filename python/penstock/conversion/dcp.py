@@ -63,7 +63,7 @@ class _Reader(FileSystemReader):
             )
         except (AttributeError, TypeError, ValueError, IndexError) as error:
             raise RuntimeFault(
-                f'[convert::dcp] the metadata of "{folder}" are damaged: {error}'
+                f'[convert::dcp] the metadata of "{folder}" is damaged: {error}'
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -83,7 +83,7 @@ class Foreign:
         """Removes the prefixes of wrappers from names, and completes the counts of updates.
 
         Raises:
-            ConfigError: Adam's moments have no count of steps, which their bias correction needs.
+            ConfigError: Adam's moments have no step count, which their bias correction needs.
         """
         weights = [one.name for one in self.entries if one.role in ("param", "weight", "buffer")]
         for prefix in _WRAPPERS:
@@ -99,7 +99,7 @@ class Foreign:
         for one in uncounted:
             if one.role.removeprefix(OWN) == "exp_avg_sq":
                 raise ConfigError(
-                    f'[convert] "{one.name}" has moments of Adam but no count of steps'
+                    f'[convert] "{one.name}" has the moments of Adam, but no step count'
                 )
         self.updates |= {one.name: max(1, self.steps) for one in uncounted}
         return None

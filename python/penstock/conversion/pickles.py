@@ -60,11 +60,11 @@ def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
         name = _name_in(str(error))
         if name:
             raise ConfigError(
-                f'[convert::load] "{os.fspath(path)}" has an object of {name}, which is neither a '
-                f"tensor nor a plain value{_advice(name, str(error))}"
+                f'[convert::load] "{os.fspath(path)}" has an object of class {name}, which is '
+                f"neither a tensor nor a plain value{_advice(name, str(error))}"
             ) from error
         raise RuntimeFault(
-            f'[convert::load] "{os.fspath(path)}" is not a file of torch.save(), or has objects '
+            f'[convert::load] "{os.fspath(path)}" was not written by torch.save(), or has objects '
             f"other than tensors and plain values"
         ) from error
     except (RuntimeError, EOFError, ValueError, OSError, KeyError, IndexError) as error:

@@ -48,7 +48,7 @@ def of_stages(stages: list[Foreign]) -> Foreign:
         for name, kept in stage.own.items():
             if whole.own.setdefault(name, kept) != kept:
                 raise RuntimeFault(
-                    f'[convert::deepspeed] stages have different optimizer numbers for "{name}"'
+                    f'[convert::deepspeed] stages have different optimizer values for "{name}"'
                 )
         whole.updates |= stage.updates
     whole.groups = _groups(stages)
@@ -80,8 +80,8 @@ def _check_alike(first: Foreign, other: Foreign) -> None:
     for key in ("steps", "skipped"):
         if getattr(first, key) != getattr(other, key):
             raise RuntimeFault(
-                f"[convert::deepspeed] the ranks' files are from different times: {key} "
-                f"{getattr(first, key)} and {getattr(other, key)}"
+                f"[convert::deepspeed] the ranks saved their files at different times: {key} is "
+                f"{getattr(first, key)} in one file and {getattr(other, key)} in another"
             )
     first.notes += [note for note in other.notes if note not in first.notes]
 
@@ -124,8 +124,9 @@ def add_layers(found: Foreign, layers: dict[int, Any], buffers: set[str]) -> Non
     unowned = sorted(n for n in weights if n.startswith(_TIED) and _of_tied(n) not in owner)
     if unowned:
         raise RuntimeFault(
-            f"[convert::deepspeed] no layer file has the values of {', '.join(unowned)}, so their "
-            f"layer is unknown: DeepSpeed writes one only for tied layers without forward_fn"
+            f"[convert::deepspeed] no layer file has the values of {', '.join(unowned)}, so it is "
+            f"not known to which layer they belong: DeepSpeed writes no layer file for a tied "
+            f"layer with forward_fn"
         )
     _rename(found, owner)
 
@@ -210,7 +211,7 @@ def of_parts(ranks: list[Foreign], rules: Rules, info: dict[str, Any]) -> Foreig
         _check_alike(whole, other)
     parts = _by_name(ranks)
     if any((whole.updates, whole.own) != (one.updates, one.own) for one in ranks):
-        raise RuntimeFault("[convert::deepspeed] the model ranks have different counts of steps")
+        raise RuntimeFault("[convert::deepspeed] the model ranks have different step counts")
     how: dict[str, Cut] = {}
     unknown: list[str] = []
     rules = cuts.checked(rules)
@@ -229,7 +230,7 @@ def of_parts(ranks: list[Foreign], rules: Rules, info: dict[str, Any]) -> Foreig
             f'{{"*.qkv": "column:3", "*.proj": "row", "*.norm": "whole"}}'
         )
     if unused:
-        raise ConfigError(f"[convert::rules] {sorted(unused)} match no parameter")
+        raise ConfigError(f"[convert::rules] the rules {sorted(unused)} match no parameter")
     whole.entries = [
         _joined(role, one, how[name]) for name, one in parts.items() for role in one.of_roles
     ]
@@ -249,7 +250,8 @@ def _by_name(ranks: list[Foreign]) -> dict[str, _Parts]:
     )
     if uneven:
         raise RuntimeFault(
-            f"[convert::deepspeed] not all of the {len(ranks)} model ranks have {', '.join(uneven)}"
+            f"[convert::deepspeed] only some of the {len(ranks)} model ranks have "
+            f"{', '.join(uneven)}"
         )
     return {name: _Parts(name, dict(roles)) for name, roles in found.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.conversion import pickles
 from penstock.conversion.foreign import Entry, Foreign
+from penstock.front import shard_index
 
 Path = tuple[Any, ...]
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "app.model", "weights")
@@ -67,20 +67,11 @@ def read_hf(folder: pathlib.Path, inert: Sequence[str]) -> Foreign:
     """
     found = Foreign("Hugging Face")
     index = next(folder / name for name in _HF if (folder / name).is_file())
-    named = None
+    named: dict[str, str] | None = None
     if index.suffix != ".json":
         files = [index]
     else:
-        try:
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [folder / name for name in sorted(set(named.values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise RuntimeFault(f'[convert::hf] "{index}" is not an index: {error!r}') from error
-        for file in files:
-            if file.parent != folder or file.name.startswith("."):
-                raise RuntimeFault(
-                    f'[convert::hf] "{index}" names "{file.name}", which is outside its folder'
-                )
+        files, named = shard_index.files_of(index, "convert::hf")
     for file in files:
         if file.suffix == ".safetensors":
             _add_safetensors(found, file)
@@ -104,7 +95,9 @@ def _add_safetensors(found: Foreign, path: pathlib.Path) -> None:
                 file.seek(head.offset)
                 read = bytearray(size)
                 if file.readinto(read) != size:
-                    raise RuntimeFault(f'[convert::safetensors] "{path}" ends in "{head.name}"')
+                    raise RuntimeFault(
+                        f'[convert::safetensors] "{path}" ends inside tensor "{head.name}"'
+                    )
             if size == 0:
                 return torch.zeros(head.shape, dtype=head.dtype)
             return torch.frombuffer(read, dtype=head.dtype).reshape(head.shape)
@@ -260,7 +253,7 @@ def _groups_of(held: dict[Path, Any]) -> list[dict[str, Any]]:
 
 
 def _optimizer_key(path: Path) -> tuple[str, Any, str]:
-    """Splits a path into ("state", parameter, key), also if dots join the three."""
+    """Splits a path into ("state", parameter, key), even if dots join the three."""
     if len(path) >= 3:
         return str(path[0]), path[1], str(path[2])
     kind, _, rest = _text(path).partition(".")

@@ -68,7 +68,7 @@ def write_ours(found: Foreign, root: pathlib.Path, source: str, say: Say) -> str
         raise ConfigError(f'[convert] "{source}" has no tensors')
     tag = f"step-{found.steps}"
     if (root / tag).exists():
-        raise ConfigError(f'[convert] "{root / tag}" exists already: choose another folder')
+        raise ConfigError(f'[convert] "{root / tag}" already exists: choose another folder')
     if root.is_dir() and any(root.iterdir()):
         say(f'"{root}" is not empty: its "latest" will name {tag}')
     by_name = {(one.role, one.name): i for i, one in enumerate(found.entries)}
@@ -181,12 +181,12 @@ def of_ours(path: pathlib.Path, tag: str, say: Say) -> Held:
 
 
 def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
-    """Writes the weights as safetensors, a torch state dict or DCP; DCP has optimizer state, too.
+    """Writes the weights as safetensors, a torch state dict or DCP, which also has optimizer state.
 
     Returns the path that was written.
     """
     how.say(
-        "counts of steps, the loss scale, the scheduler, client_state and generators are left out"
+        "step counts, the loss scale, the scheduler, client_state and generators are left out"
         if how.to == "dcp"
         else "only the weights are written"
     )

@@ -28,12 +28,7 @@ class Batches:
 
         Ranks that compute one copy of the model together have the same index.
         """
-        mesh = self.config.mesh
-        return self._of_stage() // int(mesh.tensor * mesh.sequence)
-
-    def _of_stage(self) -> int:
-        """This rank's number among the ranks of its pipeline stage."""
-        return int(ranks.rank() % (ranks.world() // self.config.mesh.pipeline))
+        return int(self.config.mesh.data_rank(ranks.rank()))
 
     @property
     def data_size(self) -> int:

@@ -1,7 +1,7 @@
 """The dtypes of buffers beside parameters of a low precision.
 
 The engine computes with parameters in the dtype of `precision`, and buffers keep their dtype: a
-table of frequencies in bf16 would be another model. torch's own modules below accept no mixture of
+table of frequencies in bf16 would change the model. torch's own modules below accept no mixture of
 dtypes, so their buffers take the dtype of their parameter, as in `model.bfloat16()`.
 """
 
@@ -77,10 +77,10 @@ def explained(
     rules = ", ".join(f'"{pattern}": "{_KEYS[low]}"' for pattern in patterns[:4])
     more = f" and {len(patterns) - 4} more" if len(patterns) > 4 else ""
     return (
-        f"[front::forward] {error}\nParameters compute in {_KEYS[low]}, but some buffers keep "
-        "another dtype, and an operator may not accept the mixture.\nAdd rules to the config for "
-        f'those that the forward mixes, from "dtypes": {{{rules}}}{more}, or cast them where the '
-        "forward reads them; cast floating inputs, too"
+        f"[front::forward] {error}\nThe parameters are {_KEYS[low]}, but some buffers have another "
+        "dtype, and an operator may not accept both.\nFor the buffers that the forward combines "
+        f'with parameters, add rules to the config, such as "dtypes": {{{rules}}}{more}, or cast '
+        "these buffers where the forward reads them. Also cast floating inputs"
     )
 
 

@@ -81,6 +81,7 @@ class Checkpointing:
         tag: str | None = None,
         client_state: Any = None,
         wait: bool = True,
+        frozen: bool = True,
     ) -> str:
         """Saves all state that training needs to continue. Call it between step() and a backward.
 
@@ -96,6 +97,7 @@ class Checkpointing:
             wait: if False, returns once the state is copied, and a thread writes it while training
                 continues. A later call reports a failed write as a RuntimeWarning. `close()` and
                 the next `save()` wait for the write.
+            frozen: if False, parameters that do not train are left out (see `load()`).
 
         Returns:
             The folder of the checkpoint.
@@ -110,7 +112,7 @@ class Checkpointing:
         where = self._checkpoints_in(path, "save")
         self._saving = True
         self._pipeline.bring_buffers()
-        return _save(self, where, tag, client_state, wait)
+        return _save(self, where, (tag or "", wait, frozen), client_state)
 
     def load(
         self,
@@ -118,6 +120,7 @@ class Checkpointing:
         tag: str | None = None,
         *,
         weights_only: bool = False,
+        frozen: bool = True,
     ) -> Any:
         """Loads a checkpoint. Ranks, strategy, offload and tiling may differ from the saving run.
 
@@ -130,6 +133,8 @@ class Checkpointing:
             tag: name of the checkpoint; default: the newest undamaged one (a line on stderr names
                 each damaged one).
             weights_only: loads only parameters and buffers.
+            frozen: if False, parameters that do not train keep their values if the checkpoint
+                lacks them.
 
         Returns:
             The `client_state` of the save. With "auto", None if there is no checkpoint yet.
@@ -149,7 +154,8 @@ class Checkpointing:
         if resume != "auto":
             auto, path = False, resume
         where = self._checkpoints_in(None if auto else path, "load")
-        return _load(self, where, tag, weights_only, auto and tag is None)[1]
+        options = (tag or "", not weights_only, auto and tag is None, _tied(self), frozen)
+        return _load(self, where, _penstock.LoadOptions(*options))[1]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Registers objects to save and load by state_dict(), such as a data loader or a counter.
@@ -222,7 +228,7 @@ class Checkpointing:
             warnings.warn(f"[front::save] not saved: {failure}", RuntimeWarning, stacklevel=4)
 
 
-def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool) -> str:
+def _save(engine: Any, path: str, how: tuple[str, bool, bool], client_state: Any) -> str:
     """See `Checkpointing.save`."""
     front: dict[str, Any] = {}
     of_rank: dict[str, Any] = {}
@@ -232,10 +238,9 @@ def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool
         front, of_rank, tensors = _kept(engine, client_state)
     except Exception as error:  # noqa: BLE001 - from the user's objects; raised on every rank
         problem = str(error)
-    made = engine._core.checkpoints.save(
-        path, tag or "", wait, json.dumps(front), json.dumps(of_rank), tensors, problem
-    )
-    return str(made)
+    tag, wait, frozen = how
+    parts = (json.dumps(front), json.dumps(of_rank), tensors, problem)
+    return str(engine._core.checkpoints.save(path, tag, wait, *parts, frozen))
 
 
 def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
@@ -267,18 +272,15 @@ def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any
     return front, of_rank, tensors
 
 
-def _load(
-    engine: Any, path: str, tag: str | None, weights_only: bool, missing_ok: bool
-) -> tuple[str, Any]:
+def _load(engine: Any, path: str, options: Any) -> tuple[str, Any]:
     """Returns the checkpoint's path ("": there is none) and client_state; `Checkpointing.load`."""
     taken: list[_Taken] = []
     engine._follow_groups()
 
     def wanted(found: Any) -> list[Any]:
-        taken[:] = [_Taken(engine, found, weights_only)]
+        taken[:] = [_Taken(engine, found, not options.optimizer)]
         return taken[0].tensors
 
-    options = _penstock.LoadOptions(tag or "", not weights_only, missing_ok, _tied(engine))
     found = engine._core.checkpoints.load(path, options, wanted)
     if not found.path:
         return "", None
@@ -430,7 +432,7 @@ def _device_of(engine: Any) -> torch.device:
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers of state_dict() by name. A shared buffer comes once."""
+    """Yields the buffers of state_dict() by name. A shared buffer appears once."""
     seen: set[int] = set()
     for prefix, module in module_tree.modules_of(model):
         for name, value in module_tree.saved_buffers(module):
@@ -565,7 +567,7 @@ def _own_state(
 ) -> tuple[list[Any], dict[str, dict[str, Any]]]:
     """Returns the state of the user's optimizer on this rank: per-element tensors, single values.
 
-    Raises ConfigError for state that belongs to no parameter or cannot be cut into other shards.
+    Raises ConfigError for state that belongs to no parameter or cannot be sharded.
     """
     external.check_saved()
     tensors: list[Any] = []
@@ -588,7 +590,8 @@ def _own_state(
                     tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
             else:
                 raise ConfigError(
-                    f"[front::save] {what} has shape {tuple(value.shape)}, not one value for each "
-                    f"element, so it cannot be cut into other shards"
+                    f"[front::save] {what} has shape {tuple(value.shape)}, but a checkpoint can "
+                    f"hold only state with one value per element, which any number of ranks can "
+                    f"shard"
                 )
     return tensors, scalars

@@ -51,22 +51,26 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
                 '"tensor_parallel.partition_config". Use "parallel.rules" in the section '
                 '"penstock" instead'
             )
-        if "managed_gradient_accumulation" in asked and not json.loads(translated.values).get(
-            "managed_gradient_accumulation"
-        ):
+        values = json.loads(translated.values)
+        if values.get("gradient_allreduce_op") == "sum":
+            raise ConfigError(
+                '[front::initialize] only deepspeed.initialize() reads "gradient_allreduce_op". '
+                "Multiply each loss by the number of data ranks instead"
+            )
+        if not values.get("managed_gradient_accumulation", True):
             raise ConfigError(
                 "[front::initialize] only deepspeed.initialize() reads "
                 '"managed_gradient_accumulation". Call engine.step(force=True) instead'
             )
         if translated.warning and process_group.rank() == 0 and os.environ.get("RANK", "0") == "0":
             warnings.warn(f"[front::initialize] {translated.warning}", UserWarning, stacklevel=3)
-        return native, str(translated.scheduler), json.loads(translated.values)
+        return native, str(translated.scheduler), values
     if isinstance(config, Mapping):
         return dict(config), "", {}
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"[front::initialize] {_named(config)} is no JSON: {error}") from error
+        raise ConfigError(f"[front::initialize] {_named(config)} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ConfigError(f"[front::initialize] {_named(config)} must be a JSON object")
     return parsed, "", {}
@@ -114,16 +118,16 @@ def text_of(config: ConfigLike) -> str:
     text = _given_text(config)
     if "\0" in text:
         raise ConfigError(
-            f"[front::initialize] {_named(config)} has a NUL character: it is no JSON"
+            f"[front::initialize] {_named(config)} is not JSON: it has a NUL character"
         )
     try:
-        return json.dumps(finite(json.loads(text, object_pairs_hook=_once)))
+        return json.dumps(finite(json.loads(text, object_pairs_hook=once)))
     except json.JSONDecodeError:  # perhaps comments, which the DeepSpeed translator accepts
         return text
     except ConfigError:
         raise
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number of 4301 digits
-        raise ConfigError(f"[front::initialize] {_named(config)} is no config: {error}") from error
+        raise ConfigError(f"[front::initialize] {_named(config)} is not valid: {error}") from error
 
 
 def _named(config: ConfigLike) -> str:
@@ -133,7 +137,8 @@ def _named(config: ConfigLike) -> str:
     return f'config "{given}"' if given and not is_text and len(given) < _LONGEST_PATH else "config"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the pairs as a dict. Raises ConfigError if a key is there twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -190,5 +195,5 @@ def finite(value: Any, key: str = "config") -> Any:
         return str(value)
     raise ConfigError(
         f'[front::initialize] "{key}" is a {type(value).__name__}, which JSON cannot express. '
-        f"Pass a number, text, a list or a dict"
+        f"Pass a number, a string, a list or a dict"
     )

@@ -35,7 +35,7 @@ class ResumableLoader:
     All ranks follow one order of the samples, and each rank takes its part of every global batch.
     The position counts the samples of the epoch that the loop has received, not those that workers
     have fetched. It is the same on every rank and does not depend on the number of ranks, so a run
-    on other ranks continues with the next sample.
+    on a different number of ranks continues with the next sample.
 
     Register it before `engine.save()` and `engine.load()`:
 
@@ -125,19 +125,19 @@ class ResumableLoader:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the state has another dataset length or another order."""
+        """Raises ConfigError if the dataset length or the order of the state differs."""
         for name, now in self.state_dict().items():
             if name not in ("epoch", "samples") and state[name] != now:
                 raise ConfigError(
                     f"[front::ResumableLoader] {name} is {now} here and {state[name]} in the "
-                    f"checkpoint, so the position would select other samples. Use the same {name}"
+                    f"checkpoint, so the position would mean different samples. Use the same {name}"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the position for the next `iter()`. An open iterator does not change.
 
         Raises:
-            ConfigError: if the state has another dataset length or another order.
+            ConfigError: if the dataset length or the order of the state differs.
         """
         self.check_state_dict(state)
         self.epoch, self._samples = state["epoch"], state["samples"]

@@ -4,7 +4,6 @@ back ends that other packages register with torch."""
 import datetime
 import itertools
 import typing
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -27,19 +26,6 @@ def name_for(device: torch.device, wanted: str) -> str | None:
     if found in (None, "gloo") or not dist.is_backend_available(found):
         return None
     return found if _kind(found) is not None or _plugin(found) is not None else None
-
-
-def warn_of_idle(device: torch.device) -> None:
-    """Warns of an unused accelerator, if the model (on `device`) is on the CPU."""
-    if device.type != "cpu" or not torch.accelerator.is_available():
-        return
-    idle = torch.accelerator.current_accelerator()
-    warnings.warn(
-        f"[front::initialize] the model is on the CPU and trains there, but this machine has "
-        f'"{idle}". To train on it, call model.to("{idle}") before initialize()',
-        RuntimeWarning,
-        stacklevel=5,
-    )
 
 
 class DeviceGroups:

@@ -1,7 +1,6 @@
 """The engine's Python front. The C++ core decides what happens at each call; this file installs
 hooks, passes torch's optimizer groups and learning rates to the core, and translates errors."""
 
-import atexit
 import contextlib
 import functools
 import inspect
@@ -26,11 +25,11 @@ from penstock.front import (
     schedules,
     sharded_init,
     tiling,
+    training_device,
 )
 from penstock.front import optimizer as optim
 from penstock.front.batches import Batches
 from penstock.front.config_file import ConfigLike
-from penstock.front.device_backends import warn_of_idle
 from penstock.front.forward_guard import Forwards, Pace, Uneven, remove
 from penstock.front.model_structure import Structure, check_params, refuse_model
 from penstock.front.param_state import ParamState
@@ -59,6 +58,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         optimizer: OptimizerLike,
         lr_scheduler: Any,
         of_deepspeed: Mapping[str, Any],
+        device: torch.device | None,
     ) -> None:
         self.module = model
         self._of_deepspeed = of_deepspeed
@@ -73,13 +73,11 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._structure = Structure(model)
         self.lr_scheduler = self._scheduler(lr_scheduler, config)
         described = module_tree.model_tree(
-            model, optim.group_of(given, self._structure.own), sharded_init.waiting()
+            model, optim.group_of(given, self._structure.own), sharded_init.waiting(), device
         )
         super().__init__()
         self._installed: list[Any] = []  # hooks on modules, removed by close()
-        device = module_tree.device_of(model)
-        warn_of_idle(device)
-        self._ranks = ranks.of_config(config.comm, device)
+        self._ranks = ranks.of_config(config.comm, described.device)
         try:
             self._adopt(described, config)
         except BaseException as error:
@@ -100,7 +98,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._pipeline = pipeline_parallel.PipelineParallel(self.module, self._core, self.config)
         sharded_init.let_go(self._core.mean)
         if self.config.seed >= 0:
-            torch.manual_seed(self.config.seed + self._of_stage() // self.config.mesh.tensor)
+            mesh = self.config.mesh
+            own = ranks.rank() // mesh.tensor % (mesh.data * mesh.sequence)
+            torch.manual_seed(self.config.seed + own)
         self._structure.set_to_itself = self._core.values.set_to_itself
         pace = Pace()
         tiling.install(self.module, self._core, self.config, pace, self._installed)
@@ -513,7 +513,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
                 else f'strategy "{self.config.strategy}" moves its parameters'
             )
             raise ConfigError(
-                f"[front::initialize] the whole model is compiled and {why}. Compile its blocks "
+                f"[front::initialize] the whole model is compiled, but {why}. Compile its blocks "
                 f"instead (block.compile())"
             )
         modules = {}
@@ -539,16 +539,7 @@ def engine_of(param: torch.Tensor) -> Engine | None:
     return next((engine for engine in list(_alive) if param in engine._structure.own), None)
 
 
-_cores: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # engines with a core, open or closed
-
-
-def _forget() -> None:
-    """At exit, destroys the C++ engines while torch can still free their memory."""
-    for engine in list(_cores):
-        engine.__dict__.pop("_core", None)
-
-
-atexit.register(_forget)
+_cores = engine_calls.ended_at_exit()  # engines with a core, open or closed
 
 
 @engine_calls.tells_if_refused
@@ -558,12 +549,13 @@ def initialize(
     *,
     optimizer: OptimizerLike = None,
     lr_scheduler: Any = None,
+    device: training_device.DeviceLike = None,
     **overrides: Any,
 ) -> Engine:
     """Shards a model in place and returns the engine that trains it. All ranks call it together.
 
     Args:
-        model: any nn.Module on the CPU. Rank 0's values are used on every rank.
+        model: any nn.Module. Rank 0's values are used on every rank.
         config: dict, JSON text or path; see docs/config.md. The call translates a DeepSpeed config
             (docs/deepspeed.md).
         optimizer: torch optimizer over the model's parameters, or a callable that takes the
@@ -571,6 +563,8 @@ def initialize(
             (the default).
         lr_scheduler: torch scheduler of that optimizer, or a callable that takes the optimizer.
             `step()` steps it after each update. Default: `schedule` (DeepSpeed: `scheduler`).
+        device: where the model trains ("cuda": this rank's GPU); it is moved unit by unit. Default:
+            the device of `penstock.init()`, or where the parameters are.
         overrides: top-level config keys that replace those of `config`.
 
     Raises:
@@ -593,7 +587,8 @@ def initialize(
     values, scheduler, given = config_file.read(config)
     if scheduler and lr_scheduler is None:
         lr_scheduler = schedules.from_section(scheduler)
-    return Engine(model, {**values, **overrides}, optimizer, lr_scheduler, given)
+    place = training_device.of_model(model, device, sharded_init.waiting())
+    return Engine(model, {**values, **overrides}, optimizer, lr_scheduler, given, place)
 
 
 __all__ = ["Engine", "RuntimeFault", "initialize"]

@@ -4,14 +4,16 @@ If all ranks make a call and the engine refuses it on one of them, that rank run
 the other ranks would wait in vain ([Note: Turns], src/base/turns.h).
 """
 
+import atexit
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 
 from penstock._native import Bug, ConfigError, RuntimeFault
-from penstock.front import ranks
+from penstock.front import ranks, sharded_init, training_device
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -54,14 +56,35 @@ def tells_if_refused(call: Made) -> Made:
     return cast(Made, run)
 
 
-def _meets(model: Any = None, config: Any = None, comm: Any = None, **_: Any) -> bool:
+def ended_at_exit() -> "weakref.WeakSet[Any]":
+    """Returns a set of engines. At exit, their C++ engines are destroyed while torch can still free
+    their memory."""
+    engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def end() -> None:
+        for engine in list(engines):
+            engine.__dict__.pop("_core", None)
+
+    atexit.register(end)
+    return engines
+
+
+def _meets(
+    model: Any = None, config: Any = None, comm: Any = None, device: Any = None, **_: Any
+) -> bool:
     """Whether the other ranks meet to share memory. Groups over gloo and of devices do not."""
     if comm is None and isinstance(config, Mapping):
         comm = config.get("comm")
     if isinstance(comm, Mapping) and comm.get("backend") == "gloo":
         return False
-    params = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    return all(param.device.type in ("cpu", "meta") for param in params)
+    if not isinstance(model, torch.nn.Module):
+        return True
+    try:
+        place = training_device.of_model(model, device, sharded_init.waiting(), warns=False)
+    except ConfigError:  # this is the error of the call
+        place = None
+    places = {param.device.type for param in model.parameters()} if place is None else {place.type}
+    return places <= {"cpu", "meta"}
 
 
 def _told(call: Callable[..., Any], shown: str) -> Callable[..., Any]:

@@ -140,7 +140,7 @@ def _pmi(environ: Environ) -> Place | None:
     if not found:
         raise ConfigError(
             "[environment::adopt] PMI_RANK is set, but neither MPI_LOCALRANKID nor "
-            "PALS_LOCAL_RANKID, the rank on the host. Set LOCAL_RANK"
+            "PALS_LOCAL_RANKID is, so the rank on the host is unknown. Set LOCAL_RANK"
         )
     names = {
         "RANK": "PMI_RANK",

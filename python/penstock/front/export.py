@@ -64,7 +64,8 @@ class _File:
         """Flushes and closes the file. Raises Bug if bytes of the header's total are missing."""
         if self._written != self.bytes:
             raise Bug(
-                f"[front::export_hf] {self.path}: {self._written} of {self.bytes} bytes written"
+                f"[front::export_hf] {self.path}: {self._written} of {self.bytes} bytes were "
+                f"written"
             )
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -24,7 +24,7 @@ def states(device: torch.device) -> dict[str, Any]:
 
 
 def restore(kept: dict[str, Any], device: torch.device) -> None:
-    """Restores the result of `states`. Skips a device of another type than the saved device."""
+    """Restores the result of `states`. Skips a device whose type differs from the saved one."""
     if "random" in kept:
         random.setstate(decode(kept["random"]))
     if "numpy" in sys.modules and "numpy" in kept:
@@ -42,7 +42,7 @@ def derive(state: torch.Tensor, rank: int) -> None:
 
     Args:
         state: generator state of a rank of the checkpoint, uint8.
-        rank: this rank, so that each new rank gets other numbers.
+        rank: this rank, so that each new rank gets different numbers.
     """
     text = bytes(state.tolist()) + str(rank).encode()
     seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")

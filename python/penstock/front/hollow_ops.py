@@ -67,9 +67,14 @@ def _check_resize(func: Any, args: Any) -> None:
 class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs each op that uses parameters without values on their full values, gathered for it."""
 
-    def __init__(self, held: Any, keep: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        held: Any,
+        keep: Callable[[torch.Tensor], None],
+        wrote: Callable[[torch.Tensor], None] = lambda _: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held, self._keep = held, keep
+        self._held, self._keep, self._wrote = held, keep, wrote
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -97,18 +102,19 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             if isinstance(tensor, torch.Tensor) and self._held.holds(tensor):
                 self._held.keep(tensor, values[tensor.untyped_storage()._cdata])
+                self._wrote(tensor)
         values.clear()
         real_written = _written(func, real_args, real_kwargs)
         in_place = {id(own): given for own, given in zip(real_written, written, strict=True)}
         return _pytree.tree_map(lambda value: in_place.get(id(value), value), result)
 
     def _describe(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs an op that needs no values. A parameter that gets other memory keeps its shard."""
+        """Runs an op that needs no values. A parameter that gets new memory keeps its shard."""
         _check_resize(func, args)
         had = [t for t in _written(func, args, kwargs) if self._held.holds(t)]
         if func.overloadpacket is _aten.set_:  # torch would ask hollow storages for their data
             same = func is _aten.set_.source_Tensor and args[0].dtype == args[1].dtype
-            new = torch.empty(0, dtype=args[0].dtype)
+            new = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
             args[0].data = args[1].detach() if same else func(new, *args[1:], **kwargs)
             result = args[0]
         else:
@@ -156,32 +162,44 @@ class Assignments(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if had:
             self._built.keep(tensor)
+            self._built.wrote(tensor)
         return result
 
 
 class Built:
-    """The modules that got parameters in an open context."""
+    """The modules that got parameters in an open context.
 
-    def __init__(self, held: Any, place: Callable[[], str]) -> None:
-        self._held, self._place = held, place
+    Args:
+        place: returns the folders for shards ("": memory) and the device of training.
+        wrote: called with a parameter whose values were replaced, if it has no memory.
+    """
+
+    def __init__(
+        self,
+        held: Any,
+        place: Callable[[], tuple[str, torch.device]],
+        wrote: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._held, self._place, self.wrote = held, place, wrote
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keeps only this rank's shard of the tensor, if the tensor has values on the CPU. Raises
-        ConfigError for a floating dtype that does not train."""
+        """Keeps only this rank's shard of the tensor, if the tensor has values. Raises ConfigError
+        for a floating dtype that does not train, and for another device."""
         if is_lazy(tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
             return
         self.check(tensor, "a parameter")
         if tensor.dtype in _DTYPES and not self._held.holds(tensor):
-            self._held.hollow(tensor, self._place())
+            self._held.hollow(tensor, *self._place())
 
     def check(self, tensor: torch.Tensor, what: str) -> None:
         """Raises ConfigError if the tensor cannot be sharded and would be whole on each rank."""
-        if tensor.device.type not in ("cpu", "meta"):
+        trains = self._place()[1]
+        if tensor.device.type not in ("cpu", "meta") and tensor.device != trains:
             raise ConfigError(
-                f"[front::init] {what} is made on {tensor.device}, but penstock.init() makes "
-                "parameters on the CPU, in shards, where they train. If the model fits on the "
-                "device, build it without init()"
+                f"[front::init] {what} is made on {tensor.device}, but this penstock.init() is for "
+                f"a model that trains on {trains}. Make parameters on the CPU or there, or pass "
+                f'device="{tensor.device}"'
             )
         if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Converts Python values to JSON and back without loss: numbers, texts, lists, tuples, dicts."""
+"""Converts Python values to JSON and back without loss: numbers, strings, lists, tuples, dicts."""
 
 import collections
 import math
@@ -47,13 +47,13 @@ def encode(value: Any, what: str) -> Any:
         ]
         return dict(items) if plain else {"$dict": [list(item) for item in items]}
     raise ConfigError(
-        f"[front::save] {what} is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds "
-        f"numbers, texts, booleans, None, and lists, tuples and dicts of them"
+        f"[front::save] {what} is a {kind.__module__}.{kind.__qualname__}. A checkpoint can hold "
+        f"only numbers, strings, booleans, None, and lists, tuples and dicts of these"
     )
 
 
 def encode_scalar(value: Any, what: str) -> Any:
-    """Encodes a number, a text, or a tensor of one element with its dtype."""
+    """Encodes a number, a string, or a tensor of one element with its dtype."""
     if not isinstance(value, torch.Tensor):
         return encode(value, what)
     return {"$tensor": encode(value.item(), what), "dtype": str(value.dtype).removeprefix("torch.")}

@@ -20,7 +20,7 @@ class LoadedValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Inside gathered() a parameter has other memory than outside.
+        # A parameter has different memory inside and outside gathered().
         self._names = {_place(param): name for param, name in names.items()}
         self.found: dict[str, torch.Tensor] = {}
 

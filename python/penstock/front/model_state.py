@@ -1,4 +1,4 @@
-"""The model's own `state_dict()`, also if a class, an instance or a hook changes what it returns.
+"""The model's own `state_dict()`, even if a class, an instance or a hook changes what it returns.
 
 While it runs, the modules hold other parameters: full values for `Engine.state_dict()`, and tensors
 without values to find what a checkpoint must keep beside parameters and buffers.
@@ -75,7 +75,7 @@ class OwnState:
         self.kind = overriding_class(self._model)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Returns the values by key: numbers, texts, and lists and dicts of them.
+        """Returns the values by key: numbers, strings, and lists and dicts of them.
 
         Raises ConfigError for a tensor, and if state_dict() needs the values of parameters.
         """
@@ -87,7 +87,7 @@ class OwnState:
             self._model.load_state_dict({**self._state(), **values})
 
     def check_names(self) -> None:
-        """Raises ConfigError if state_dict() has keys that are no names of the model."""
+        """Raises ConfigError if state_dict() has keys that are not names of the model."""
         found = self._found() if self.kind else {}
         names = {name for name, _ in module_tree.params_of(self._model, repeats=True)}
         names.update(name for name, _ in module_tree.named_buffers_of(self._model))
@@ -95,7 +95,7 @@ class OwnState:
         if others:
             raise ConfigError(
                 f"[front::export_hf] state_dict() of {self.kind} has the key "
-                f'"{others[0]}", but an export has the names of parameters and buffers. Save '
+                f'"{others[0]}", but an export has only the names of parameters and buffers. Save '
                 f"engine.state_dict() with safetensors.torch.save_file() instead"
             )
 
@@ -110,10 +110,10 @@ class OwnState:
             found: Any = self._model.state_dict()
         except Exception as error:
             raise ConfigError(
-                f"[front::save] {self.kind} changes state_dict(), and without the parameters' "
-                f"values it raised {type(error).__name__}: {error}. So the engine cannot tell what "
-                f"it adds. Save torch.save(engine.state_dict()), or return what it adds from "
-                f"get_extra_state()"
+                f"[front::save] {self.kind} changes state_dict(), which raised "
+                f"{type(error).__name__} when called without the parameters' values: {error}. The "
+                f"engine cannot tell what it adds. Call torch.save(engine.state_dict(), path), or "
+                f"return what it adds from get_extra_state()"
             ) from error
         return found if isinstance(found, Mapping) else {}
 
@@ -144,8 +144,8 @@ def extra_states(engine: Any) -> Iterator[tuple[str, Any]]:
         return
     if engine.config.mesh.pipeline > 1:
         raise ConfigError(
-            f"[front::save] {own.kind} adds values to state_dict(). They cannot be copied from one "
-            f"stage to other stages yet. Keep them outside of the model"
+            f"[front::save] {own.kind} adds values to state_dict(), which cannot be copied from "
+            f"one stage to other stages yet. Keep them outside of the model"
         )
     yield OwnState.NAME, own
 
@@ -176,7 +176,7 @@ def _storage(value: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _replaced(model: torch.nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """In the context each parameter of `values`, by id, is another one with that value."""
+    """In the context, each parameter whose id is in `values` is replaced by one with that value."""
     made: dict[int, Any] = {}
     places = [
         (module._parameters, name, param)

@@ -43,7 +43,7 @@ class _Changes:
 _COLLECTED = (
     "the model's engine was garbage collected without close(), so nothing can apply gradients, and "
     "its parameters are still the engine's. Keep what initialize() returns, and call its close() "
-    "before the model goes on without it"
+    "before you use the model without it"
 )
 
 
@@ -142,7 +142,7 @@ def refuse_model(model: torch.nn.Module) -> None:
             if owner.engine is not None and owner.engine() is None:
                 raise ConfigError(f'[front::initialize] parameter "{name}": {_COLLECTED}')
             raise ConfigError(
-                f'[front::initialize] parameter "{name}" is in another engine already. '
+                f'[front::initialize] parameter "{name}" is already in another engine. '
                 f"Call close() of that engine first"
             )
 

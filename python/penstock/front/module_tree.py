@@ -14,11 +14,17 @@ from penstock.parallel.lazy_logits import with_history
 
 
 def model_tree(
-    model: torch.nn.Module, group_of: Mapping[torch.Tensor, int], init: Any = None
+    model: torch.nn.Module,
+    group_of: Mapping[torch.Tensor, int],
+    init: Any = None,
+    device: torch.device | None = None,
 ) -> Any:
     """Describes the model for the C++ engine: modules in pre-order, each parameter once.
 
-    `init` is the store of parameters built under `penstock.init()`, or None.
+    Args:
+        group_of: the optimizer's group of each parameter.
+        init: the store of parameters built under `penstock.init()`, or None.
+        device: where the engine moves the model, or None if the model stays where it is.
     """
     params: dict[torch.Tensor, int] = {}
     infos: list[Any] = []
@@ -37,7 +43,7 @@ def model_tree(
         above = indices[parent] if name else -1
         keeps = any(True for _ in saved_buffers(module))
         modules.append(_penstock.ModuleInfo(name, kind, above, own, rows, keeps))
-    return _penstock.ModelTree(modules, infos, _buffer_infos(model, params), init)
+    return _penstock.ModelTree(modules, infos, _buffer_infos(model, params), init, device)
 
 
 def _buffer_infos(model: torch.nn.Module, params: Mapping[torch.Tensor, int]) -> list[Any]:

@@ -112,7 +112,7 @@ def prepare(
     if section is not None and not only_dtype:
         raise ConfigError(
             "[front::initialize] an optimizer is given both as an argument and as the key "
-            '"optimizer". Remove one (only optimizer.moments_dtype goes with an argument)'
+            '"optimizer". Remove one (only optimizer.moments_dtype can be set beside an argument)'
         )
     if is_native(given):
         _check_fresh(given, uncounted=1)
@@ -179,14 +179,21 @@ def from_config(model: torch.nn.Module, section: Any) -> torch.optim.Optimizer:
     return build(section, [p for p in model.parameters() if p.requires_grad])
 
 
-def build(section: Any, params: Any) -> torch.optim.Optimizer:
+def build(
+    section: Any, params: Any, kind: Any = None, more: Mapping[str, Any] | None = None
+) -> torch.optim.Optimizer:
     """Builds the torch optimizer of a config's `optimizer` section for parameters or groups.
 
     Allocates no state. Some torch classes would allocate it in their constructor.
+
+    Args:
+        kind: another registered class of the same update; default: torch's own.
+        more: options for `kind` besides those that it takes from the section.
     """
     keys = [key for key in _KINDS[section.type].keys if key != "moments_dtype"]
-    options = {key: getattr(section, key) for key in keys}
-    make: Any = _CLASSES[section.type]
+    make: Any = kind or _CLASSES[section.type]
+    takes = inspect.signature(make.__init__).parameters if kind else keys
+    options = {key: getattr(section, key) for key in keys if key in takes} | dict(more or {})
     made: Any = make.__new__(make)
     # torch's own method imports its compiler, to exclude itself from compiled code: 66 MiB.
     made.add_param_group = types.MethodType(inspect.unwrap(make.add_param_group), made)
@@ -268,8 +275,8 @@ def settings(optimizer: torch.optim.Optimizer) -> list[Any]:
             options = [option for option in _INEFFECTIVE if group.get(option)]
             raise ConfigError(
                 f'[front::step] "{options[0]}" of a parameter group was set after initialize(). '
-                f"Build {type(optimizer).__name__} with it. Then torch's own step runs on the "
-                f"shards"
+                f"Set it in the constructor of {type(optimizer).__name__}: then torch's own step "
+                f"runs on the shards"
             )
         all_settings.append(_penstock.OptimizerConfig(kind, group))
     return all_settings

@@ -182,7 +182,7 @@ class _Twin:
         self.clears = not any(left)
         self.to_none = all(p.grad is None for p in trial.params_of(given))
         if any(left) and not all(left):
-            return "drops the gradients of some parameters only"
+            return "drops the gradients of only some parameters"
         parts = trial.halves(self._twin)
         # Other random numbers for each slice, as on other ranks.
         results = [call(part, seed) for seed, part in enumerate(parts, 1)]

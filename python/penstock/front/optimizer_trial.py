@@ -255,7 +255,7 @@ def _check_state(optimizer: Optimizer) -> None:
                 raise ConfigError(
                     f"[front::initialize] the state {key!r} of {type(optimizer).__name__} has "
                     f"different values for different elements before the first step, so the engine "
-                    f"cannot shard it. Make it in step(), or pass a new optimizer"
+                    f"cannot shard it. Create it in step(), or pass a new optimizer"
                 )
 
 
@@ -277,8 +277,8 @@ def _attributes(optimizer: Optimizer, kept: dict[int, Any]) -> dict[str, Any]:
         if id(value) not in real:
             return _clone(value)
         raise CannotTry(
-            f'keeps parameters in its attribute "{name}", but the engine gives shards only to '
-            f"param_groups: read them there"
+            f'keeps parameters in its attribute "{name}", but the engine puts shards only into '
+            f"param_groups: read them from there"
         )
 
     made: dict[str, Any] = {}

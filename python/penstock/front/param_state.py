@@ -27,7 +27,7 @@ class ParamState:
         """Loads whole weights and buffers. All ranks call it; the weights of rank 0 count.
 
         The model's own `load_state_dict()` takes the values, so overrides of it and hooks work as
-        without an engine. A master takes a value in fp32, also if its parameter rounds it; in
+        without an engine. A master takes a value in fp32, even if its parameter rounds it; in
         `gathered(write=True)` around the model's method the master would take the rounded value.
 
         Args:
@@ -59,7 +59,7 @@ class ParamState:
 
         Raises:
             RuntimeFault: inside an accumulation window.
-            ConfigError: if a name is not a trained parameter, or a value has another shape.
+            ConfigError: if a name is not a trained parameter, or a value has the wrong shape.
         """
         for name, value in grads.items():
             if not isinstance(value, torch.Tensor):

@@ -36,7 +36,7 @@ class _Meetings:
 
 class _Made:
     """The process groups of one engine. `close()` or the deletion of this object destroys them,
-    without a wait for other ranks."""
+    without waiting for other ranks."""
 
     def __init__(self) -> None:
         groups: list[dist.ProcessGroup] = []
@@ -56,8 +56,8 @@ class Ranks:
     """An engine's own group over all ranks.
 
     It uses shared memory if all ranks are on one host, else two gloo process groups, one per
-    direction. A single rank needs neither. `close()` frees them, or the deletion of this object and
-    of the group.
+    direction. A single rank needs neither. They are freed by `close()`, or when this object and the
+    group are deleted.
 
     Args:
         timeout_s: seconds until a wait for a peer fails.
@@ -118,7 +118,7 @@ def meetings() -> int:
 
 
 def refuse(error: BaseException) -> None:
-    """Tells ranks that wait in the next meeting why this rank does not come."""
+    """Tells ranks that wait in the next meeting why this rank will not arrive."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     # A text that begins like this stands for a rank that is gone ([Note: Meeting]).
@@ -142,18 +142,18 @@ def with_timeout(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def default_timeout_s() -> float:
-    """Returns how long an engine waits for a peer if no setting says it: the default of
+    """Returns how long an engine waits for a peer if no setting decides: the default of
     `comm.timeout_s` or the timeout of torch's default process group, whichever is longer.
 
-    Warns on rank 0 if several ranks have a process group that does not tell its timeout.
+    Warns on rank 0 if several ranks have a process group that does not report its timeout.
     """
     own = float(_penstock.Config({}).comm.timeout_s)
     of_group = process_group.timeout_s()
     if of_group is None and world() > 1 and rank() == 0:
         warnings.warn(
             f'[front::initialize] the process group of torch ("{dist.get_backend()}") does not '
-            f"tell its timeout, so the engine waits {own:g} s for a peer. If a rank may be later, "
-            'set "comm.timeout_s"',
+            f"report its timeout, so the engine waits {own:g} s for a peer. If a rank may take "
+            'longer, set "comm.timeout_s"',
             stacklevel=4,
         )
     return min(max(own, of_group or 0.0), _LONGEST_S)

@@ -183,15 +183,20 @@ def _set_fields(fields: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         place.update(values)
 
 
+# Getters and setters of states of other generators, which must be as before in a recomputation.
+GENERATORS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+
+
 class _RandomStates:
     """The states, before a forward, of the random generators that torch does not restore: those
-    of `random` and `numpy.random`, and generators in the fields of modules."""
+    of `random` and `numpy.random`, generators in the fields of modules, and GENERATORS."""
 
     def __init__(self, values: Iterator[Any]) -> None:
         numpy: Any = sys.modules.get("numpy.random")
         own = [one for one in values if not isinstance(one, (str, int, float, type(None)))]
         found: list[Any] = [random, *([] if numpy is None else [numpy]), *own]
-        self._kept = [(*calls, calls[0]()) for calls in map(_state_calls, found) if calls]
+        calls = [one for one in map(_state_calls, found) if one] + GENERATORS
+        self._kept = [(get, put, get()) for get, put in calls]
 
     def keep_changed(self) -> None:
         """Drops the generators that the forward did not use."""
@@ -228,7 +233,9 @@ def _state_calls(one: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | N
 
 def _equal(state: Any, other: Any) -> bool:
     if isinstance(state, dict):
-        return all(_equal(value, other[name]) for name, value in state.items())
+        return state.keys() == other.keys() and all(
+            _equal(value, other[name]) for name, value in state.items()
+        )
     if isinstance(state, torch.Tensor):
         return torch.equal(state, other)
     # numpy's arrays compare by element.

@@ -51,12 +51,18 @@ class _Schedule:
             )
         names = (*self.names, "last_batch_iteration")
         if len(given) > len(names) or set(params) & set(names[: len(given)]):
-            raise TypeError(f"[front::{self.kind}] takes {', '.join(names)}, each once")
+            raise TypeError(
+                f"[front::{self.kind}] got too many arguments, or one of them twice. The arguments "
+                f"are {', '.join(names)}"
+            )
         params |= dict(zip(names, given, strict=False))
         last_batch_iteration = params.pop("last_batch_iteration", last_batch_iteration)
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         params = self._completed(params)
+        if params.get("warmup_num_steps", 0) is None:
+            raise ConfigError(f"[front::{self.kind}] warmup_num_steps is None: pass a whole number")
+        self._params = params
         self._of_groups = [
             _penstock.DeepSpeedSchedule(self.kind, self._of_group(params, index))
             for index in range(len(optimizer.param_groups))
@@ -90,6 +96,16 @@ class _Schedule:
             if value is not None:
                 chosen[name] = float(value)
         return chosen
+
+    def _value(self, name: str) -> Any:
+        """Returns a parameter, or its default."""
+        default = _penstock.DeepSpeedSchedule.all()[self.kind].get(name)
+        value = self._params.get(name)
+        return default if value is None else value
+
+    def _per_group(self, name: str) -> list[float]:
+        value, count = self._value(name), len(self.optimizer.param_groups)
+        return list(value) if isinstance(value, (list, tuple)) else [float(value)] * count
 
     def _base_lrs(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -126,7 +142,28 @@ class _Schedule:
         self.last_batch_iteration = state["last_batch_iteration"]
 
 
-class WarmupLR(_Schedule):
+class _Warmup(_Schedule):
+    """The parameters of a warm-up as attributes."""
+
+    @property
+    def warmup_num_steps(self) -> int:
+        return max(2, int(self._value("warmup_num_steps")))
+
+    @property
+    def warmup_type(self) -> str:
+        given = self._params.get("warmup_type", "log")
+        return given if given in _WARMUP_TYPES else "log"
+
+    @property
+    def min_lrs(self) -> list[float]:
+        return self._per_group("warmup_min_lr")
+
+    @property
+    def max_lrs(self) -> list[float]:
+        return self._per_group("warmup_max_lr")
+
+
+class WarmupLR(_Warmup):
     """Raises the rate from `warmup_min_lr` (0) to `warmup_max_lr` (the group's rate) over
     `warmup_num_steps` (1000), then keeps it. `warmup_type`: "log" or "linear"."""
 
@@ -139,14 +176,14 @@ class WarmupLR(_Schedule):
         return params
 
 
-class WarmupDecayLR(_Schedule):
+class WarmupDecayLR(_Warmup):
     """Warms up as WarmupLR (to 0.001), then decays linearly to 0 at `total_num_steps`."""
 
     kind = "WarmupDecayLR"
     names = ("total_num_steps", *WarmupLR.names)
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLR(_Warmup):
     """Multiplies the groups' rates by a ratio. The ratio rises from `warmup_min_ratio` (0) to 1
     over `warmup_num_steps` (1000), then follows half a cosine down to `cos_min_ratio` (0.0001) at
     `total_num_steps`."""
@@ -163,6 +200,13 @@ class WarmupCosineLR(_Schedule):
     def _completed(self, params: dict[str, Any]) -> dict[str, Any]:
         self.org_lrs = self._base_lrs()
         return params | {"base_lr": self.org_lrs}
+
+    def get_lr_ratio(self) -> float:
+        """Returns the factor of the groups' rates for the next update."""
+        unit = _penstock.DeepSpeedSchedule(
+            self.kind, self._of_group(self._params | {"base_lr": 1.0}, 0)
+        )
+        return float(unit.lr(self.last_batch_iteration))
 
 
 class OneCycle(_Schedule):
@@ -188,6 +232,11 @@ class OneCycle(_Schedule):
     )
 
     def _completed(self, params: dict[str, Any]) -> dict[str, Any]:
+        if (params.get("cycle_second_step_size") or 0) < 0:
+            raise ConfigError(
+                f"[front::OneCycle] cycle_second_step_size is {params['cycle_second_step_size']}; "
+                f"allowed: a whole number >= 0, or None for that of the first half"
+            )
         wanted = bool(params.get("cycle_momentum", True))
         self.cycle_momentum = wanted and "betas" in self.optimizer.defaults
         if wanted and not self.cycle_momentum:
@@ -198,16 +247,34 @@ class OneCycle(_Schedule):
             )
         return params
 
+    @property
+    def step_ratio(self) -> float:
+        """The share of the cycle in which the rate rises."""
+        first = float(self._value("cycle_first_step_size"))
+        second = self._params.get("cycle_second_step_size")
+        return first / (first + (first if second is None else float(second)))
+
+    @property
+    def min_lrs(self) -> list[float]:
+        return self._per_group("cycle_min_lr")
+
+    @property
+    def max_lrs(self) -> list[float]:
+        return self._per_group("cycle_max_lr")
+
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Returns the groups' betas for the next update, or None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
+        if self.last_batch_iteration == -1:  # the groups have the lowest momentum until step()
+            return [(one, 0.99) for one in self._per_group("cycle_max_mom")]
         return [(one.momentum(self.last_batch_iteration), 0.99) for one in self._of_groups]
 
     def _set(self) -> None:
         super()._set()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
-            group["betas"] = betas
+        if self.cycle_momentum:
+            for group, one in zip(self.optimizer.param_groups, self._of_groups, strict=True):
+                group["betas"] = (one.momentum(self.last_batch_iteration), 0.99)
 
 
 class LRRangeTest(_Schedule):

@@ -4,15 +4,16 @@ import atexit
 import contextlib
 import copy
 import dataclasses
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules import module as torch_modules
 
-from penstock._native import RuntimeFault, _penstock
-from penstock.front import ranks
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.front import file_weights, ranks, training_device
 from penstock.front import (
     storage_guard as storage_guard,  # fixes is_shared() for parameters without values
 )
@@ -42,7 +43,25 @@ class _Store:
 
 
 _shared: list[_Store] = []  # the store of the process, between the first init() and the last engine
-_paths: list[str] = []  # `path` of each open context, the innermost last
+
+
+@dataclasses.dataclass
+class _Context:
+    path: str  # folders for shards; "": memory
+    device: torch.device  # where the model trains
+    weights: file_weights.FileWeights | None
+    seen: file_weights.Seen | None  # by the innermost context with weights
+
+    def wrote(self, tensor: torch.Tensor) -> None:
+        """Called after a write to a parameter without memory."""
+        if self.seen is not None:
+            self.seen.wrote(tensor)
+
+    def place(self) -> tuple[str, torch.device]:
+        return self.path, self.device
+
+
+_open: list[_Context] = []  # the innermost last
 
 
 def waiting() -> Any:
@@ -55,7 +74,7 @@ def let_go(mean: Callable[[float], float]) -> None:
 
     `mean` returns the mean of a number over the ranks.
     """
-    if _shared and not _paths and mean(0.0 if _shared[0].nothing_waits() else 1.0) == 0.0:
+    if _shared and not _open and mean(0.0 if _shared[0].nothing_waits() else 1.0) == 0.0:
         _shared.pop().close()
 
 
@@ -89,7 +108,7 @@ def shard(param: torch.Tensor) -> None:
     """Leaves this rank its shard of a parameter, in the place of the innermost open context."""
     held = waiting()
     if not held.holds(param) and param.numel() > 0:
-        held.hollow(param, _paths[-1])
+        held.hollow(param, *_open[-1].place())
 
 
 # copy.deepcopy() of a module copies its parameters with these methods. The copy of a parameter that
@@ -125,18 +144,90 @@ torch.nn.Parameter.__deepcopy__ = _copied_parameter  # type: ignore[method-assig
 torch.Tensor.__deepcopy__ = _copied_tensor  # type: ignore[method-assign]
 
 
-def _same_generator(held: Any) -> torch.Tensor | None:
-    """Sets the CPU generator of every rank to that of rank 0. Returns this rank's previous state if
-    it was different."""
-    own = torch.get_rng_state()
-    shared = own.clone()
-    held.broadcast(shared)
-    torch.set_rng_state(shared)
-    return None if torch.equal(own, shared) else own
+@contextlib.contextmanager
+def _same_generators(held: Any, device: torch.device) -> Iterator[None]:
+    """In the context the generators of the CPU and of `device` are as on rank 0."""
+    chosen = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    places = [() if one is torch else (device,) for one in chosen]
+    different = []
+    for one, at in zip(chosen, places, strict=True):
+        own = one.get_rng_state(*at)
+        shared = own.clone()
+        held.broadcast(shared)
+        one.set_rng_state(shared, *at)
+        if not torch.equal(own, shared):
+            different.append((one, own, at))
+    try:
+        yield
+    finally:
+        for one, own, at in different:
+            one.set_rng_state(own, *at)
 
 
 @contextlib.contextmanager
-def init(timeout_s: float | None = None, path: str | os.PathLike[str] = "") -> Iterator[None]:
+def _filled(context: _Context, held: Any, strict: bool) -> Iterator[None]:
+    """Gives the model that is built in this context the values of the files, at its end."""
+    weights, seen = context.weights, context.seen
+    if weights is None or seen is None:
+        yield
+        return
+    handles = [
+        torch_modules.register_module_parameter_registration_hook(seen.registered),
+        torch_modules.register_module_buffer_registration_hook(seen.registered),
+        torch_modules.register_module_module_registration_hook(seen.registered),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    gc.collect()  # modules that were dropped, for example replaced layers
+    model = file_weights.root_of(seen.modules, weights.path)
+    seen.warn_of_writes(model, weights.path)
+    filling = file_weights.Filling(weights, held, strict)
+    filling.fill(model, context.place(), lambda: Ops(held, lambda _: None))
+
+
+@contextlib.contextmanager
+def _sharded(context: _Context, held: Any) -> Iterator[None]:
+    """In this context parameters lose their memory when modules get them."""
+    built = Built(held, lambda: _open[-1].place(), context.wrote)
+    handle = torch_modules.register_module_parameter_registration_hook(built.registered)
+    _open.append(context)
+    try:
+        with Ops(held, built.keep, context.wrote), Assignments(held, built), built.conversions():
+            yield
+        built.sweep()
+    finally:
+        _open.pop()
+        handle.remove()
+
+
+def _context(
+    held: Any, path: str, device: training_device.DeviceLike, weights: str | os.PathLike[str] | None
+) -> _Context:
+    """[all ranks] Returns the context that init() opens; what it leaves open is as in the context
+    around it."""
+    outer = _open[-1] if _open else None
+    path = path or (outer.path if outer else "")
+    held.open(path)
+    if device is None and outer is not None:
+        device = outer.device
+    place = training_device.resolved(device, "init")
+    if weights is None:
+        return _Context(path, place, None, outer.seen if outer else None)
+    return _Context(path, place, file_weights.opened(weights, held), file_weights.Seen())
+
+
+@contextlib.contextmanager
+def init(
+    timeout_s: float | None = None,
+    path: str | os.PathLike[str] = "",
+    *,
+    device: training_device.DeviceLike = None,
+    weights: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+) -> Iterator[None]:
     """Shards the parameters of modules that are built or loaded in this context.
 
     Each rank keeps an equal shard of every parameter, so its memory holds its share of the model
@@ -153,31 +244,39 @@ def init(timeout_s: float | None = None, path: str | os.PathLike[str] = "") -> I
         timeout_s: seconds until a wait for a peer fails; default: as for `comm.timeout_s`.
         path: folders, separated by `:`, for an unlinked file that holds this rank's shards instead
             of memory. Inside another context the default is the path of that context.
+        device: where the model will train; its modules make parameters there or on the CPU.
+            Default: the device of the outer context, else the machine's accelerator, if any.
+        weights: a file `*.safetensors`, or a folder with `model.safetensors` or
+            `model.safetensors.index.json`. The model gets its values at the end of the context, as
+            from `load_state_dict()`, but `initialize()` reads them, and each rank only what it
+            keeps. Parameters may be on the meta device.
+        strict: False to warn of missing and unexpected tensors instead of an error.
 
     Raises:
-        RuntimeFault: if a peer has ended or built another model, or the disk is full.
-        ConfigError: if the folder cannot be written.
+        RuntimeFault: if a peer has ended or built another model, the disk is full, or a file is
+            damaged or differs between ranks.
+        ConfigError: if the folder cannot be written, there is no such device or file, or tensors
+            of the model and of the files differ.
     """
-    if _paths:
-        held = waiting()
-    else:
-        held = _connect(ranks.default_timeout_s() if timeout_s is None else timeout_s)
-    place = os.fspath(path) or (_paths[-1] if _paths else "")
-    held.open(place)
-    own = _same_generator(held)
-
-    built = Built(held, lambda: _paths[-1])
-    handle = register_module_parameter_registration_hook(built.registered)
-    _paths.append(place)
-    try:
-        with Ops(held, built.keep), Assignments(held, built), built.conversions():
-            yield
-        built.sweep()
-    finally:
-        _paths.pop()
-        handle.remove()
-        if own is not None:
-            torch.set_rng_state(own)
+    if weights is None and not strict:
+        raise ConfigError("[front::init] strict=False is for weights=..., which is not given")
+    if weights is not None and any(one.weights is not None for one in _open):
+        raise ConfigError(
+            "[front::init] penstock.init(weights=...) is inside another one with weights, which "
+            "would give the same parameters other values. Build the models one after the other"
+        )
+    held = (
+        waiting()
+        if _open
+        else _connect(ranks.default_timeout_s() if timeout_s is None else timeout_s)
+    )
+    context = _context(held, os.fspath(path), device, weights)
+    with (
+        _same_generators(held, context.device),
+        _filled(context, held, strict),
+        _sharded(context, held),
+    ):
+        yield
 
 
 __all__ = ["init"]

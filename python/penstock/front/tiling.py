@@ -114,7 +114,7 @@ def _as_torch(name: str, forward: Any, own: Any, inner: Any, *args: Any, **kwarg
     if getattr(inner, "__func__", None) is not forward:
         raise RuntimeFault(
             f'[front::forward] the forward of module "{name}" was replaced after initialize(), but '
-            f"its weight is in tiles, which compute as torch's own forward. Replace it before "
+            f"its weight is in tiles, which compute only torch's own forward. Replace it before "
             f'initialize(), or leave the module out of "tiling.modules"'
         )
     return own(inner, *args, **kwargs)

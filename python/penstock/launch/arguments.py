@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 from penstock.launch.backends import BACKENDS
+from penstock.launch.exports import PREFIXES
 from penstock.launch.hostfile import DEFAULT
 from penstock.launch.messages import LEVELS
 from penstock.monitor.trace_request import DEFAULT_STEPS
@@ -50,8 +51,8 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def list_of_numbers(text: str) -> str:
-    """Returns the text of a list. Raises argparse.ArgumentTypeError if it is empty: it then came
-    from a variable that is not set, and would be taken for an option that is not given."""
+    """Returns the text of a list. Raises argparse.ArgumentTypeError if it is empty: an empty list
+    comes from an unset variable, and would be mistaken for an option that was not given."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the list is empty; give numbers, or drop the option")
     return text
@@ -202,9 +203,11 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
+def _add_ranks(parser: argparse.ArgumentParser, prog: str) -> None:
     group = _Group(parser, "each rank")
-    group.add("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+    # DeepSpeed's command has no -m, and its --launcher_args may begin with "-mca".
+    short = [] if prog == "deepspeed" else ["-m"]
+    group.add(*short, "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     group.add("--no-python", action="store_true", help="SCRIPT is a program")
     group.add(
         "--bind-cores-to-rank",
@@ -231,6 +234,13 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --as-deepspeed: do not pass --local_rank=N to the script",
     )
+    group.add(
+        "--autotuning",
+        default="",
+        choices=("tune", "run"),
+        help="with --as-deepspeed: measure short runs with different ZeRO stages, offload and "
+        'micro-batch sizes; "run" then runs the script with the fastest config',
+    )
 
 
 def _add_messages(parser: argparse.ArgumentParser, prog: str) -> None:
@@ -252,10 +262,10 @@ def add_options(parser: argparse.ArgumentParser, prog: str) -> None:
     _add_node(parser)
     _add_hosts(parser)
     _add_launcher(parser)
-    _add_ranks(parser)
+    _add_ranks(parser, prog)
     _add_messages(parser, prog)
-    # The launcher sets the first one on other nodes. The second one is DeepSpeed's, and is refused.
+    # The launcher sets it on other nodes.
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--autotuning", nargs="?", const="tune", help=argparse.SUPPRESS)
+    parser.set_defaults(export_prefixes=PREFIXES)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGUMENT")

@@ -1,8 +1,8 @@
-"""Which ranks of this machine have come to the rendezvous store.
+"""Which ranks of this machine have reached the rendezvous store.
 
-A rank that calls `init_process_group` connects to the store and blocks until all ranks have come.
+A rank that calls `init_process_group` connects to the store and blocks until all ranks have.
 At that time it has no engine, so `penstock status` cannot read its position. The kernel's tables of
-connections (/proc/PID/net/tcp) tell which ranks have connected, also if a rank hangs.
+connections (/proc/PID/net/tcp) show which ranks have connected, even if a rank hangs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def sentence(arrivals: Sequence[Arrival]) -> str:
         return ""
     verb = "has" if len(missing) == 1 else "have"
     return (
-        f"{_names(missing)} {verb} not come to init_process_group (no connection to the store "
+        f"{_names(missing)} {verb} not reached init_process_group (no connection to the store "
         f"{missing[0].store}); {_names(there)} {'waits' if len(there) == 1 else 'wait'} there"
     )
 
@@ -117,9 +117,9 @@ def sentences(pids: Iterable[int]) -> list[str]:
 
 @contextlib.contextmanager
 def watched(pids: Sequence[int], say: Callable[[str], None], each_s: float) -> Iterator[None]:
-    """While the context is open, says every `each_s` seconds which ranks have not come.
+    """While the context is open, reports every `each_s` seconds which ranks have not arrived.
 
-    A text is said once. After all ranks have come, nothing is said any more.
+    It reports each text once, and stops after all ranks have arrived.
     """
     over = threading.Event()
 

@@ -130,8 +130,8 @@ def _whole_slots(job: Job, launcher: str) -> None:
         if node.slots != tuple(range(len(node.slots))):
             raise ValueError(
                 f"[launch::backends] --launcher {launcher} cannot choose slots "
-                f"{','.join(map(str, node.slots))} of {node.name}, only how many: use pdsh or "
-                f"ssh, or the first slots of each host"
+                f"{','.join(map(str, node.slots))} of {node.name}, only the number of slots: use "
+                f"pdsh or ssh, or the first slots of each host"
             )
 
 

@@ -73,7 +73,7 @@ def _trace_variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[s
     return told
 
 
-def _rank_options(args: argparse.Namespace) -> RankOptions:
+def rank_options(args: argparse.Namespace) -> RankOptions:
     folder = args.enable_each_rank_log
     env = read_env_file(args.env_file) if args.env_file else {}
     return RankOptions(
@@ -176,7 +176,7 @@ def _this_node(args: argparse.Namespace) -> LaunchOptions:
         resume=args.resume,
         min_nodes=least,
         ranks_on=ranks,
-        rank=dataclasses.replace(_rank_options(args), devices=slots[node_rank] if slots else None),
+        rank=dataclasses.replace(rank_options(args), devices=slots[node_rank] if slots else None),
     )
 
 
@@ -189,8 +189,8 @@ def _selected(args: argparse.Namespace, hosts: Sequence[Host]) -> list[Node]:
     if args.include or args.exclude:
         if counts:
             raise ValueError(
-                f"[launch::command] {', '.join(counts)} with --include or --exclude: the filter "
-                f"already chooses the slots; drop one of them"
+                f"[launch::command] {', '.join(counts)} cannot be combined with --include or "
+                f"--exclude, which already choose the slots; drop one of them"
             )
         return select(hosts, args.include, args.exclude)
     return first(hosts, max(0, args.num_nodes), max(0, args.num_gpus))
@@ -240,11 +240,11 @@ def _on_node(
         resume=args.resume,
         min_nodes=least,
         ranks_on=[len(node.slots) for node in nodes] if least == len(nodes) else [],
-        rank=dataclasses.replace(_rank_options(args), devices=slots if devices else None),
+        rank=dataclasses.replace(rank_options(args), devices=slots if devices else None),
     )
 
 
-def _run_options(args: argparse.Namespace) -> list[str]:
+def run_options(args: argparse.Namespace) -> list[str]:
     """Returns the options that are passed on to `penstock run` on each node."""
     words = ["--grace-s", str(args.grace_s), "--resume", args.resume]
     words += ["--max-restarts", str(_restarts(args))]
@@ -264,9 +264,9 @@ def _job(args: argparse.Namespace, nodes: Sequence[Node], launcher: str) -> Job:
     if not BACKENDS[launcher].per_node:
         why = f"with --launcher {launcher}, which starts the ranks itself"
         _without_effect(args, _OF_OUR_RANKS, why)
-    rank = _rank_options(args)
+    rank = rank_options(args)
     words = shlex.split(args.launcher_args)
-    env = carried(os.environ)
+    env = carried(os.environ, args.export_prefixes)
     for path in default_env_files(os.environ):
         LOG.info(f"variables of {path}")
         env |= read_env_file(path)
@@ -276,7 +276,7 @@ def _job(args: argparse.Namespace, nodes: Sequence[Node], launcher: str) -> Job:
         endpoint="",
         env=env | dict(rank.env),
         rank=rank,
-        run_options=_run_options(args),
+        run_options=run_options(args),
         resume=args.resume,
         ssh_port=args.ssh_port,
         launcher_args=words,
@@ -362,7 +362,7 @@ def _start(args: argparse.Namespace) -> int:
     launcher = choose(args.launcher)
     if len(nodes) > 1 or args.force_multi:
         return _run_job(args, nodes, launcher)
-    LOG.info(f"one node is started here; --force-multi goes to {nodes[0].name}")
+    LOG.info(f"the ranks start here; with --force-multi they start on {nodes[0].name}")
     return _run_here(args, _on_node(args, nodes, 0))
 
 
@@ -389,10 +389,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command with the given options and returns the exit code."""
     speak("error" if args.quiet else args.log_level)
     if args.autotuning:
-        raise ValueError(
-            "[launch::command] --autotuning is not supported: `penstock plan` compares strategies "
-            "and tiers without a run"
-        )
+        if not args.as_deepspeed:
+            raise ValueError("[launch::command] --autotuning needs --as-deepspeed")
+        return int(importlib.import_module("penstock.launch.autotuning").tune(args, run))
     if args.end_with_stdin:
         stop_on_end_of_stdin()
     with _pid_file(args.save_pid):
@@ -406,18 +405,24 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     parser.set_defaults(command=run)
 
 
-def deepspeed_main(argv: Sequence[str] | None = None) -> int:
-    """The `deepspeed` command, which is `penstock run --as-deepspeed`.
-
-    Without a hostfile it starts one rank for each device of this machine. Returns the exit code;
-    an error prints one line and returns 2.
-    """
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line of `deepspeed`."""
     parser = argparse.ArgumentParser(
         prog="deepspeed", description="Runs DeepSpeed scripts with Penstock."
     )
     add_options(parser, "deepspeed")
     args = parser.parse_args(argv)
     args.as_deepspeed = True
+    return args
+
+
+def deepspeed_main(argv: Sequence[str] | None = None) -> int:
+    """The `deepspeed` command, which is `penstock run --as-deepspeed`.
+
+    Without a hostfile it starts one rank for each device of this machine. Returns the exit code;
+    an error prints one line and returns 2.
+    """
+    args = parse(argv)
     try:
         return run(args)
     except (ValueError, OSError, RuntimeError) as error:

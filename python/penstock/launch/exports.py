@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # DeepSpeed's prefixes, plus gloo's and Penstock's.
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO", "PENSTOCK")
@@ -52,15 +52,15 @@ def default_env_files(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(path for path in found if os.path.isfile(path)))
 
 
-def carried(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of this process that the other nodes receive, chosen by PREFIXES.
+def carried(environ: Mapping[str, str], prefixes: Sequence[str] = PREFIXES) -> dict[str, str]:
+    """Returns the variables of this process that the other nodes receive, chosen by prefix.
 
     The working directory is put in front of PYTHONPATH, since the nodes start there.
     """
     found = {
         name: value
         for name, value in environ.items()
-        if name.startswith(PREFIXES) and name not in _NOT_CARRIED and _NAME.match(name)
+        if name.startswith(tuple(prefixes)) and name not in _NOT_CARRIED and _NAME.match(name)
     }
     paths = [os.getcwd(), *filter(None, [environ.get("PYTHONPATH", "")])]
     return found | {"PYTHONPATH": ":".join(paths)}

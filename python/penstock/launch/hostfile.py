@@ -35,6 +35,11 @@ def read_hostfile(path: str) -> list[Host]:
         lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"[launch::hostfile] cannot read the hostfile {path}: {error}") from None
+    return parse_hostfile(lines, path)
+
+
+def parse_hostfile(lines: Sequence[str], path: str) -> list[Host]:
+    """Returns the hosts in these lines of a file. Raises ValueError, as read_hostfile()."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
@@ -74,19 +79,25 @@ def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Node]:
     Raises ValueError if both filters are given, a name or slot is unknown, a list of slots is
     empty, a part has two meanings, or no slot is left.
     """
+    nodes = kept(hosts, include, exclude)
+    if not nodes:
+        raise ValueError(
+            f"[launch::select] --exclude {exclude} leaves no slot of any host; give fewer slots"
+        )
+    return nodes
+
+
+def kept(hosts: Sequence[Host], include: str, exclude: str) -> list[Node]:
+    """As select(), but the result may be empty."""
     if include and exclude:
         raise ValueError("[launch::select] --include and --exclude are both given: give only one")
     named = _parse(include or exclude, {host.name: host for host in hosts}, bool(include))
     nodes = []
     for host in hosts:
         every = set(range(host.slots))
-        kept = named.get(host.name, set()) if include else every - named.get(host.name, set())
-        if kept:
-            nodes.append(Node(host.name, tuple(sorted(kept))))
-    if not nodes:
-        raise ValueError(
-            f"[launch::select] --exclude {exclude} leaves no slot of any host; give fewer slots"
-        )
+        slots = named.get(host.name, set()) if include else every - named.get(host.name, set())
+        if slots:
+            nodes.append(Node(host.name, tuple(sorted(slots))))
     return nodes
 
 
@@ -114,8 +125,8 @@ def _name_and_list(spec: str, hosts: dict[str, Host], where: str) -> tuple[str, 
     name, colon, listed = spec.rpartition(":")
     if spec in hosts and colon and name in hosts:
         raise ValueError(
-            f"{where}: {spec!r} is a host, and slots of the host {name}; rename one of them in "
-            f"{hosts[spec].where}"
+            f"{where}: {spec!r} can mean a host or slots of the host {name}; rename one of the two "
+            f"hosts in {hosts[spec].where}"
         )
     named = colon != "" and spec not in hosts
     if not named:
@@ -161,14 +172,14 @@ def first(hosts: Sequence[Host], num_nodes: int, num_slots: int) -> list[Node]:
     """
     if num_nodes > len(hosts):
         raise ValueError(
-            f"[launch::first] --num-nodes {num_nodes}: there are {len(hosts)} hosts "
+            f"[launch::first] --num-nodes {num_nodes}: there are only {len(hosts)} hosts "
             f"({', '.join(host.name for host in hosts)})"
         )
     nodes = []
     for host in hosts[: num_nodes or len(hosts)]:
         if num_slots > host.slots:
             raise ValueError(
-                f"[launch::first] --num-gpus {num_slots}: {host.name} has slots={host.slots} "
+                f"[launch::first] --num-gpus {num_slots}: {host.name} has only slots={host.slots} "
                 f"({host.where})"
             )
         slots: Slots = tuple(range(num_slots or host.slots))

@@ -22,7 +22,7 @@ from penstock.launch.processes import Child, Events, Task, first_stdout
 from penstock.launch.rendezvous import rendezvous
 from penstock.launch.supervision import Patience, report, signals_to, supervise
 
-_ARRIVAL_S = 60.0  # a rank that connects to the store later than this is named
+_ARRIVAL_S = 60.0  # after this time, ranks that have not connected to the store are reported
 
 
 def node_environment(options: LaunchOptions, cores: list[Slots]) -> dict[str, str]:
@@ -70,7 +70,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(options.nproc),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// connects to the launcher's store as client
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// is a client of the launcher's store
     }
 
 

@@ -1,4 +1,4 @@
-"""The processes of this machine, as /proc tells them. A process may end at any time."""
+"""The processes of this machine, as /proc lists them. A process may end at any time."""
 
 from __future__ import annotations
 

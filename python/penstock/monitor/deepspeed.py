@@ -54,7 +54,10 @@ def _require(config: Any) -> None:
         loaded = sys.modules.get(module)
         known = module in sys.modules
         if loaded is None if known else importlib.util.find_spec(module) is None:
-            raise ConfigError(f"[monitor] {_asks(section)}: pip install {package}")
+            raise ConfigError(
+                f"[monitor] {_asks(section)}, but its package is not installed: "
+                f"pip install {package}"
+            )
 
 
 class Monitor:
@@ -73,7 +76,7 @@ class Monitor:
         self._writes = self.enabled and _rank() == 0
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """Writes each (name, value, samples) before it returns. No effect on other ranks than 0."""
+        """Writes each (name, value, samples) before it returns. No effect on ranks other than 0."""
         if self._writes:
             self._write(event_list)
 
@@ -208,7 +211,7 @@ class CometMonitor(Monitor):
             version = getattr(comet_ml, "__version__", "(unknown version)")
             package = _PACKAGES["comet"][1]
             raise ConfigError(
-                f"[monitor] {_asks('comet')}, and comet_ml {version} has no start(): "
+                f"[monitor] {_asks('comet')}, but comet_ml {version} has no start(): "
                 f"pip install {package}"
             )
         given = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
@@ -330,6 +333,20 @@ def step_events(
     if loss is not None:
         told.append(("Train/Samples/train_loss", loss, samples))
     return told
+
+
+def time_events(samples: int, times: Sequence[float]) -> list[Event]:
+    """Returns DeepSpeed's events for the times of a step, in milliseconds.
+
+    Args:
+        samples: DeepSpeed's global_samples after the step.
+        times: forward, backward, backward without reduction, reduction, step.
+    """
+    parts = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+    return [
+        (f"Train/Samples/elapsed_time_ms_{part}", spent, samples)
+        for part, spent in zip(parts, times, strict=True)
+    ]
 
 
 class StepEvents:

@@ -123,7 +123,10 @@ def summary_writer(folder: str | pathlib.Path, asks: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(f"[monitor] {asks}: pip install tensorboard ({error})") from None
+        raise ConfigError(
+            f"[monitor] {asks}, but its package cannot be imported ({error}): "
+            f"pip install tensorboard"
+        ) from None
     return SummaryWriter(str(folder), flush_secs=10)
 
 
@@ -159,7 +162,9 @@ def wandb_run(asks: str, **options: Any) -> Any:
     try:
         import wandb  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(f"[monitor] {asks}: pip install wandb ({error})") from None
+        raise ConfigError(
+            f"[monitor] {asks}, but its package cannot be imported ({error}): pip install wandb"
+        ) from None
     mode: Any = os.environ.get("WANDB_MODE") or (
         "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
     )

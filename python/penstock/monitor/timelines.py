@@ -35,7 +35,7 @@ def _file_of(path: str) -> str:
     if _Process.named == 2 and ranks.rank() == 0:
         warnings.warn(
             f"[front::trace] {TRACE}: this process has another engine, whose trace is {numbered}; "
-            f"later ones have the next numbers",
+            f"the traces of later engines have the next numbers",
             UserWarning,
             stacklevel=2,
         )

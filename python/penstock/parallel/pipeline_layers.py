@@ -124,9 +124,9 @@ def _weights(layers: Sequence[Layer], method: str) -> list[float]:
     if kind.lower() == "parameters":
         return [float(sum(p.numel() for p in _params(one) if p.requires_grad)) for one in layers]
     if kind.lower() == "type" and pattern:
-        found = [bool(re.search(pattern, _type_name(one), re.IGNORECASE)) for one in layers]
+        found = [bool(re.search(pattern, type_name(one), re.IGNORECASE)) for one in layers]
         if not any(found):
-            names = ", ".join(dict.fromkeys(_type_name(one) for one in layers))
+            names = ", ".join(dict.fromkeys(type_name(one) for one in layers))
             raise ConfigError(
                 f'[front::PipelineModule] partition_method "{method}" matches none of the layers: '
                 f"{names}"
@@ -138,7 +138,8 @@ def _weights(layers: Sequence[Layer], method: str) -> list[float]:
     )
 
 
-def _type_name(layer: Layer) -> str:
+def type_name(layer: Layer) -> str:
+    """Returns the name of a layer's class, or of a function."""
     if isinstance(layer, TiedLayer):
         layer = layer.module
     if isinstance(layer, nn.Module):
@@ -166,8 +167,8 @@ class _Builder:
         if isinstance(given, nn.Module):
             if id(given) in self._seen and [*given.parameters(), *given.buffers()]:
                 raise ConfigError(
-                    f"[front::PipelineModule] layer {index}, a {type(given).__name__}, is among "
-                    f"the layers twice. Share its parameters with TiedLayerSpec"
+                    f"[front::PipelineModule] layer {index}, a {type(given).__name__}, is in the "
+                    f"list twice. Share its parameters with TiedLayerSpec"
                 )
             self._seen.add(id(given))
             return given
@@ -188,13 +189,14 @@ class _Builder:
                 if getattr(one, "track_running_stats", False):
                     raise ConfigError(
                         f'[front::PipelineModule] tied layer "{spec.key}" has a '
-                        f"{type(one).__name__}, whose buffers change. Stages share only parameters"
+                        f"{type(one).__name__}, whose running statistics change in each forward, "
+                        f"but stages share only parameters. Use track_running_stats=False"
                     )
         elif self._classes[spec.key] is not spec.typename:
             raise ConfigError(
                 f'[front::PipelineModule] tied layers "{spec.key}" have the classes '
                 f"{self._classes[spec.key].__name__} and {spec.typename.__name__}. Use one class, "
-                f"and forward_fn for another call"
+                f"and forward_fn for a different call"
             )
         else:  # another module with the same parameters
             tensors = [*before.parameters(), *before.buffers()]
@@ -249,7 +251,7 @@ class PipelineLayers(nn.Module):
             self.forward_funcs.append(layer)
             if isinstance(layer, nn.Module):
                 self.add_module(str(index), layer)
-        self.tied_keys = tuple(builder.tied)
+        self._tied = builder.tied  # the first module of each key
         self.parts = self._cut(partition_method)
 
     def _built_layer(self, given: Any, index: int, builder: _Builder) -> Layer:

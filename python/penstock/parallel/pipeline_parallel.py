@@ -48,6 +48,7 @@ class _Running:
     begun: bool  # the stage's first module was called
     micro: "Micro"
     trains: bool  # gradients are enabled
+    seeded: bool = False  # the random numbers are the stage's own
     leaves: "list[Arrived | None]" = dataclasses.field(default_factory=list)
 
 
@@ -276,14 +277,13 @@ class PipelineParallel:
         if not running.begun:
             self._take(running, name, given)
             running.begun = True
-            # From here on each stage draws its own random numbers. Up to here all draw the same.
-            torch.default_generator.manual_seed(running.micro.seed + running.stage)
+            _seed(running)
         for one in module_tree.take_out(given)[0]:
             if is_absent(one):
                 raise RuntimeFault(
                     f'[front::train_batch] "{name}" is called in stage {running.stage} with a '
-                    f"tensor that only an earlier stage has: pass it as an argument of the modules "
-                    f"that stages begin with, or move the stage boundaries "
+                    f"tensor that only an earlier stage has: pass it as an argument to the first "
+                    f"module of each later stage, or move the stage boundaries "
                     f'("parallel.stages")'
                 )
         return module_tree.filled(given, value_of)
@@ -296,13 +296,14 @@ class PipelineParallel:
         running = self._running
         if running is None or running.given is None or in_backward():
             return inner(inputs)
+        _seed(running)
         told = json.loads(running.given.text)
         tensors = [like(one.shape, one.dtype, one.device) for one in running.given.tensors]
         if told["places"] is None:
             raise RuntimeFault(
                 f'[front::train_batch] layer "{told["module"]}", the first of stage '
-                f"{running.stage}, is called with {told['arguments']}. Between stages layers must "
-                f"return tensors or tuples of tensors"
+                f"{running.stage}, is called with {told['arguments']}. The last layer of a stage "
+                f"must return a tensor or a tuple of tensors"
             )
         return int(told["module"].partition(".")[0]), _placed(told["places"], tensors)
 
@@ -320,8 +321,8 @@ class PipelineParallel:
         if any(is_absent(one) for one in tensors):
             raise RuntimeFault(
                 f'[front::train_batch] "{end.module}", with which the next stage begins, is called '
-                f"with a tensor that only an earlier stage has: pass it as an argument of the "
-                f"module that this stage begins with"
+                f"with a tensor that only an earlier stage has: pass it as an argument to the "
+                f"first module of this stage, too"
             )
         told = {
             "module": end.module,
@@ -419,6 +420,13 @@ class PipelineParallel:
             for one, state in kept:
                 state.put_in(one)
         return _Shape(_Template(outputs), aside)
+
+
+def _seed(running: _Running) -> None:
+    """From here on each stage draws its own random numbers. Up to here all draw the same."""
+    if not running.seeded:
+        running.seeded = True
+        torch.default_generator.manual_seed(running.micro.seed + running.stage)
 
 
 class _Template:
@@ -521,7 +529,7 @@ def _puts_into(name: str) -> str:
 
 
 def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
-    """Raises RuntimeFault if the previous stage has another micro-batch."""
+    """Raises RuntimeFault if the previous stage has a different micro-batch."""
     if micro.batch is not None and told["batch"] is not None and told["batch"] != micro.batch:
         raise RuntimeFault(
             f"[front::train_batch] stage {stage} was given a different batch from stage "

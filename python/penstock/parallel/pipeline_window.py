@@ -90,7 +90,7 @@ class _Stage:
             if is_absent(self.loss):
                 raise RuntimeFault(
                     "[front::train_batch] the loss is computed from a tensor that only an earlier "
-                    "stage has: pass it as an argument of the modules that stages begin with"
+                    "stage has: pass it as an argument to the first module of each later stage"
                 )
             return
         self._outputs = made.tensors

@@ -93,7 +93,7 @@ class Probe:
     ) -> None:
         self.ranks, self.tokens, self.shapes_alone = ranks, tokens, shapes_alone
         self._attributes = attributes
-        # Runs compute all tokens, so the gradients of these parameters are no addends.
+        # Runs compute all tokens, so the gradients of these parameters are not addends.
         rows = {f"{one.name}.bias" for one in ranks.modules if one.style == "row_tokens"}
         self._cuts = {
             name: cut
@@ -349,7 +349,7 @@ class _Run:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Turns dropout off: a part draws other numbers than the whole."""
+    """Turns dropout off, because a part draws different numbers from the whole."""
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None

@@ -244,8 +244,8 @@ def _below(name: str, outer: str) -> str:
 def _remedy(what: str) -> str:
     if what.startswith(Results.GRADIENT_OF_PARAMETER):
         return (
-            'Give a module whose input is a part the style "partial", and one whose input is '
-            'whole "whole".'
+            'Use the style "partial" for a module whose input is a part, and "whole" for a module '
+            "whose input is whole."
         )
     return (
         "Code in it uses a rank's part as if it were whole: a softmax, norm, mean or view over a "

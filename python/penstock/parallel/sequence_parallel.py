@@ -88,7 +88,7 @@ class SequenceParallel:
         """
         if args:
             raise ConfigError(
-                "[front::forward] with mesh.sequence > 1 pass inputs by name: engine(**batch)"
+                "[front::forward] with mesh.sequence > 1, pass inputs by name: engine(**batch)"
             )
         part = self._part_of({name: value for name, value in kwargs.items() if value is not None})
         self._cut = True
@@ -101,8 +101,8 @@ class SequenceParallel:
         loss = getattr(output, "loss", None)
         if "labels" in part and loss is None:
             raise ConfigError(
-                "[front::forward] with mesh.sequence > 1 the model must return its outputs by "
-                "name. Do not set return_dict"
+                "[front::forward] with mesh.sequence > 1, the model must return its outputs by "
+                "name. Do not pass return_dict=False"
             )
         if loss is None:
             return output
@@ -118,21 +118,21 @@ class SequenceParallel:
         if unknown or batch.get("past_key_values") is not None:
             name = min(unknown, default="past_key_values")
             raise ConfigError(
-                f'[front::forward] with mesh.sequence > 1 "{name}" cannot be cut. Allowed: '
+                f'[front::forward] with mesh.sequence > 1, "{name}" cannot be cut. Allowed: '
                 f"{', '.join(sorted(known))}"
             )
         first = batch.get("input_ids", batch.get("inputs_embeds"))
         if first is None:
             raise ConfigError(
-                "[front::forward] neither input_ids nor inputs_embeds are given. Pass one of them"
+                "[front::forward] neither input_ids nor inputs_embeds is given. Pass one of them"
             )
         length = first.shape[1]
         self._check_positions(batch, length)
         window = getattr(self._model.config, "sliding_window", None)
         if window is not None and length > window:
             raise ConfigError(
-                f"[front::forward] with mesh.sequence > 1 attention covers full sequences, but "
-                f"this model's attention window is {window} tokens of {length}"
+                f"[front::forward] with mesh.sequence > 1, attention covers full sequences of "
+                f"{length} tokens, but this model's attention window is {window} tokens"
             )
         padded = -(-length // self._count) * self._count
         self._mask = self._whole_mask(batch.pop("attention_mask", None), first, padded)
@@ -223,13 +223,13 @@ class SequenceParallel:
         if not self._cut and not in_backward():
             if query.requires_grad:
                 raise RuntimeFault(
-                    "[front::forward] with mesh.sequence > 1 the model was called with gradients. "
+                    "[front::forward] with mesh.sequence > 1, the model was called with gradients. "
                     "Call the engine, not the model: the engine cuts the batch"
                 )
             return inner(module, query, key, value, mask, **options)
         if options.get("position_bias") is not None:
             raise ConfigError(
-                "[front::forward] with mesh.sequence > 1 a position bias is not supported yet"
+                "[front::forward] with mesh.sequence > 1, a position bias is not supported yet"
             )
         count, exchange = self._count, self._ranks.all_to_all
         if key.shape[1] % count:  # fewer key heads than ranks

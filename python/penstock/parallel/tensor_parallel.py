@@ -24,7 +24,7 @@ from penstock.parallel.token_parts import TokenParts, partial_rules
 def with_rules(model: torch.nn.Module, config: Any) -> Any:
     """Returns the config. If it has tensor ranks and no rules, adds the rules for this model.
 
-    "parallel.verify" is then "off" instead of "own", because none of the rules are the config's.
+    "parallel.verify" is then "off" instead of "own", because the config has no rules of its own.
     """
     if config.mesh.tensor == 1:
         return config
@@ -206,7 +206,7 @@ class TensorParallel:
             self._check.before(run, args, kwargs)
 
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Called when a forward begins. Raises RuntimeFault if tensor ranks have other inputs."""
+        """Called when a forward begins. Raises RuntimeFault if the ranks got different inputs."""
         if self._count == 1:
             return
         if self._tokens is not None:
@@ -222,8 +222,8 @@ class TensorParallel:
         for name, param in self._parts:
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 raise ConfigError(
-                    f'[front::forward] "{name}" has a hook, which would get this rank\'s part of '
-                    f"its gradient (mesh.tensor {self._count}). Use engine.full_grads() and "
+                    f'[front::forward] "{name}" has a hook, which would get only this rank\'s part '
+                    f"of its gradient (mesh.tensor {self._count}). Use engine.full_grads() and "
                     f"engine.set_grads() before step()"
                 )
 

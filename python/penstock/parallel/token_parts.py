@@ -56,8 +56,9 @@ class TokenParts:
                 )
             if len(set(stack)) < len(stack):
                 raise ConfigError(
-                    f'[front::initialize] "parallel.rules" set "tokens" for "{name}", which has a '
-                    f"block several times, so its first and last call cannot be distinguished"
+                    f'[front::initialize] "parallel.rules" set "tokens" for "{name}", which has '
+                    f"the same block several times, so its first and last blocks cannot be told "
+                    f"apart"
                 )
         self._check(ranks.modules)
 
@@ -167,8 +168,8 @@ class TokenParts:
         self._check_open()
         if self._on is None:
             raise RuntimeFault(
-                "[front::forward] a block was called before the first of its stack, which cuts "
-                'the tokens ("parallel.norms": "tokens"). Begin every forward with that block'
+                "[front::forward] a block was called before the first block of its stack, which "
+                'cuts the tokens ("parallel.norms": "tokens"). Begin every forward with that block'
             )
         return self._on
 

@@ -62,7 +62,7 @@ ShmEndpoint::Work ShmEndpoint::queue(const How& how, Tensors results, std::funct
 
 ShmEndpoint::Work ShmEndpoint::message(const at::Tensor& tensor, bool out, int peer, int tag) {
   TORCH_CHECK(peer != rank_ && peer < size_ && tag >= 0, "[comm::ShmBackend] rank ", rank_,
-              " cannot exchange a message of tag ", tag, " with rank ", peer);
+              " cannot exchange a message with tag ", tag, " with rank ", peer);
   const Contiguous flat(tensor);
   TORCH_CHECK(out || tensor.is_contiguous(), "[comm::ShmBackend] recv needs a contiguous tensor");
   auto work =

@@ -331,7 +331,7 @@ void ShmExchange::wait_until(const Condition& met, const ShmWait& wait) {
     if (moved) continue;
     if (wait.waits_for) wait.waits_for(awaited());
     if (!fabric_.sleep(seen, ShmFabric::waits_for(tag_), deadline)) {
-      throw std::runtime_error(concat("nothing came from rank ", awaited(), " within ",
+      throw std::runtime_error(concat("nothing arrived from rank ", awaited(), " within ",
                                       static_cast<double>(wait.limit.count()) / 1e3, " s"));
     }
   }

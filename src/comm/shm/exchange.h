@@ -54,7 +54,7 @@ class ShmReceiver {
   bool met() const { return slot_ >= 0 || done_; }
   bool done() const { return done_; }
   // Returns whether the message has been posted. Throws if the message can no longer arrive or has
-  // another size.
+  // the wrong size.
   bool meet();
   // Copies the next bytes that have arrived to `to`, as many as fit. Returns their number.
   int64_t read(SpanCursor& to);

@@ -179,7 +179,7 @@ TEST_P(Forms, ARankThatGivesUpEndsItsPeersWaitsForItAndNoOthers) {
     if (fabric.rank() == 1) ShmExchange(fabric, {}, {{0, data.data(), 100000}}, 2).finish(kPatient);
     if (fabric.rank() == 2) all_to_all(fabric, {}, 3);
   });
-  EXPECT_EQ(errors[0], "nothing came from rank 1 within 0.05 s");
+  EXPECT_EQ(errors[0], "nothing arrived from rank 1 within 0.05 s");
   EXPECT_EQ(errors[1], "rank 0 has given up an exchange with rank 1");
   EXPECT_EQ(errors[2], "");
   const auto later = host.run([](ShmFabric& fabric) {

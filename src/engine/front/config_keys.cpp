@@ -45,8 +45,8 @@ constexpr auto kKeys = std::to_array<ConfigKey>({
     {"/comm/warn_s", kGroup},
     {"/comm", nullptr},
     {"/parallel/rules",
-     "the styles \"divide\", \"tokens\", \"gather_tokens\" and \"row_tokens\" "
-     "are of the Python front"},
+     "only the Python front has the styles \"divide\", \"tokens\", \"gather_tokens\" and "
+     "\"row_tokens\""},
     {"/parallel/cut_logits", kPython},
     {"/parallel/norms", kPython},
     {"/parallel/verify", kPython},

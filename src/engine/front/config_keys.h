@@ -1,6 +1,6 @@
 #pragma once
-// Which config keys the C++ front reads. The Python front implements the others itself, so without
-// a check they would be silently without effect here.
+// Which config keys the C++ front reads. Only the Python front implements the others, so without a
+// check they would be silently ignored here.
 #include <span>
 
 #include "penstock/config.h"

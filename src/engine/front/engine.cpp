@@ -21,6 +21,7 @@
 #include "src/engine/front/config_keys.h"
 #include "src/engine/front/engine_impl.h"
 #include "src/engine/model/values.h"
+#include "src/plan/strategy.h"
 
 namespace penstock {
 
@@ -226,10 +227,8 @@ double Engine::Impl::mean(const std::vector<at::Tensor>& losses) const {
   return core->mean(sum / count, !losses.empty());
 }
 
-// Ranks are numbered with the tensor axis innermost, then sequence, data and pipeline.
 int Engine::data_rank() const {
-  const MeshConfig& mesh = state_->core->config().mesh;
-  return state_->rank % (state_->world / mesh.pipeline) / (mesh.tensor * mesh.sequence);
+  return penstock::data_rank(state_->core->config().mesh, state_->rank);
 }
 
 int Engine::data_size() const { return state_->core->config().mesh.data; }

@@ -18,7 +18,7 @@ namespace penstock::engine {
 namespace {
 
 constexpr const char* kPassOn =
-    "pass it as an input of the units that stages begin with, or move the stage boundaries "
+    "pass it as an input to the first unit of each later stage, or move the stage boundaries "
     "(\"parallel.stages\")";
 
 // Thrown when a unit of the next stage is called, to leave the model's forward. It is not a
@@ -197,10 +197,10 @@ void PipelineRunner::take(const std::string& module, const Tensors& inputs) {
   const std::string told = text.substr(0, text.find('\n'));
   const std::string trains = text.substr(told.size() + 1);
   if (told != module || trains.size() != inputs.size()) {
-    throw RuntimeFault(concat("[front::train_batch] stage ", pass_->action.stage, " begins with \"",
-                              module, "\" and ", inputs.size(),
-                              " inputs, but the previous stage ended at \"", told, "\" with ",
-                              trains.size(), ". Give all ranks of a pipeline the same batch"));
+    throw RuntimeFault(concat(
+        "[front::train_batch] stage ", pass_->action.stage, " begins with \"", module,
+        "\", called with ", inputs.size(), " inputs, but the previous stage ended at \"", told,
+        "\" with ", trains.size(), " inputs. Give all ranks of a pipeline the same batch"));
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     pass_->arrivals.emplace_back();

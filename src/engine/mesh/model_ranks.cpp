@@ -48,8 +48,8 @@ void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
         if (found == uncalled_.end() || (flat.owners.size() > 1 && !slot.touched)) continue;
         throw RuntimeFault(concat(
             "[engine::step] \"parallel.rules\" cut module \"", modules_[found->second].name,
-            "\", which was not called before the first step. Code that reads its weight in another "
-            "way gets only a part of it. Give the module the style \"whole\""));
+            "\", which was not called before the first step. Code that reads its weight directly "
+            "gets only a part of it. Give the module the style \"whole\""));
       }
     }
   }

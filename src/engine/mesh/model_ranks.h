@@ -28,7 +28,7 @@ class TensorAxis {
              const std::set<int>& here);
 
   const std::vector<TensorModule>& modules() const { return modules_; }
-  // Cuts of the parameters that are not simply whole on every rank, by name.
+  // The cuts of all parameters whose cut is not kWhole, by name.
   const std::map<std::string, Cut>& cuts() const { return cuts_; }
   parallel::Peers& peers() { return *peers_; }
   // Returns the ranks that compute a module together. Must be called when the module is called.
@@ -36,9 +36,9 @@ class TensorAxis {
   // Returns all tensor ranks for an exchange called `name`.
   parallel::OperatorPeers all(const std::string& name) const { return {peers_, name}; }
   // Must be called before an update of `units`. Throws RuntimeFault if a cut module was never
-  // called, because code that reads its weight in another way would use a part as if it were the
-  // full tensor. If several stages have a module, a stage need not call it. Such a module is an
-  // error only if its weight has a gradient.
+  // called, because code that reads its weight directly would use a part as if it were the full
+  // tensor. If several stages have a module, a stage need not call it. Such a module is an error
+  // only if its weight has a gradient.
   void check_called(const std::vector<exec::UnitState>& units) const;
 
   parallel::Replicated replicated;

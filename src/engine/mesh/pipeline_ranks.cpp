@@ -11,7 +11,7 @@ namespace penstock {
 
 PipelineRanks::PipelineRanks(const Core& core) : state_(core.state_) {
   if (state_->model_ranks.stages) return;
-  throw ConfigError("[engine::PipelineRanks] \"mesh.pipeline\" is 1: there is one stage");
+  throw ConfigError("[engine::PipelineRanks] \"mesh.pipeline\" is 1, so there is only one stage");
 }
 
 int PipelineRanks::index() const { return state_->model_ranks.stages->index(); }

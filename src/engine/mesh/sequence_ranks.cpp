@@ -9,7 +9,7 @@ namespace penstock {
 
 SequenceRanks::SequenceRanks(const Core& core) : state_(core.state_) {
   if (state_->model_ranks.sequence != nullptr) return;
-  throw ConfigError("[engine::SequenceRanks] \"mesh.sequence\" is 1: sequences are not cut");
+  throw ConfigError("[engine::SequenceRanks] \"mesh.sequence\" is 1, so sequences are not cut");
 }
 
 int SequenceRanks::index() const { return state_->model_ranks.sequence->rank(); }
@@ -35,10 +35,10 @@ void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
   if (different < 0) return;
   throw RuntimeFault(
       concat("[engine::forward] ", count(),
-             " ranks have parts of the same sequences (mesh.sequence), but the inputs of number ",
-             different + 1, " of the ranks with rank ", state_->group->rank(),
-             " differ from those of number 1. Choose samples by engine.data_rank and "
-             "engine.data_size, not by the rank"));
+             " ranks have parts of the same sequences (mesh.sequence), but in the group of rank ",
+             state_->group->rank(), " sequence rank ", different,
+             " was given different inputs from sequence rank 0. Choose samples by "
+             "engine.data_rank and engine.data_size, not by the rank"));
 }
 
 }  // namespace penstock

@@ -129,8 +129,8 @@ std::vector<size_t> find_begins(const std::vector<std::string>& names,
     if (place <= (found.empty() ? 0 : found.back())) {
       refuse(concat(
           "\"parallel.stages\": \"", module,
-          "\" does not come after the stage before it. Name modules in model order, and not ",
-          "the model's first, \"", names.front(), "\""));
+          "\" does not come after the module listed before it. List modules in model order, ",
+          "without the model's first, \"", names.front(), "\""));
     }
     found.push_back(place);
   }
@@ -163,9 +163,9 @@ Stages find_stages(const ModelTree& tree, const std::vector<UnitSpec>& specs,
       begins.empty() ? balance(work, may_begin, count) : find_begins(names, begins, count);
   if (static_cast<int>(firsts.size()) + 1 < count) {
     refuse(concat("the pipeline has ", count,
-                  " stages, but the model has too few modules that can ", "begin one. It has ",
-                  names.size(), " (blocks, and layers of ",
-                  "\"units.layer_bytes\"): ", join(names, ", ")));
+                  " stages, but the model has too few modules that can begin one. It has ",
+                  names.size(),
+                  " (blocks, and layers of at least \"units.layer_bytes\"): ", join(names, ", ")));
   }
   Stages stages;
   stages.count = count;

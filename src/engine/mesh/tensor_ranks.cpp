@@ -13,7 +13,7 @@ namespace penstock {
 
 TensorRanks::TensorRanks(const Core& core) : state_(core.state_) {
   if (state_->model_ranks.tensor) return;
-  throw ConfigError("[engine::TensorRanks] \"mesh.tensor\" is 1: nothing is cut");
+  throw ConfigError("[engine::TensorRanks] \"mesh.tensor\" is 1, so nothing is cut");
 }
 
 int TensorRanks::index() const { return state_->model_ranks.tensor->peers().rank(); }

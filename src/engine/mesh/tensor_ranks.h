@@ -69,7 +69,7 @@ class PENSTOCK_API TensorRanks {
   // text `others`) differ between ranks. Returns whether all ranks have the same `draws`.
   bool compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                const std::string& draws) const;
-  // Cuts of the parameters that are not simply whole on every rank, by name.
+  // The cuts of all parameters whose cut is not kWhole, by name.
   const std::map<std::string, Cut>& cuts() const;
   // Returns the values of all tensor ranks, [..] -> [ranks, ..]. `what` names the exchange in
   // errors. Sizes and dtype must be equal on all ranks. There is no backward.

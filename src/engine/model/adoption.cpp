@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -24,6 +25,22 @@ bool is_tile(const exec::Slot& slot, const ModelTree& tree) {
   return tree.params[slot.index].param.unsafeGetTensorImpl() != slot.param.unsafeGetTensorImpl();
 }
 
+// Whether each rank reads its values of the flat from files, which are the same on every rank.
+bool in_files(const exec::Flat& flat, const ModelTree& tree) {
+  return tree.init && std::all_of(flat.slots.begin(), flat.slots.end(),
+                                  [&](const auto& slot) { return tree.init->in_file(slot.param); });
+}
+
+// Reads from a file the values of a slot that lie in the ranges `kept` of the flat.
+void read_kept(const exec::Slot& slot, const std::vector<std::pair<int64_t, int64_t>>& kept,
+               const ShardedInit& init, const at::Tensor& full) {
+  for (const auto& [first, end] : kept) {
+    const int64_t begin = std::max(first, slot.offset);
+    const int64_t count = std::min(end, slot.offset + slot.numel) - begin;
+    if (count > 0) init.read(slot.param, begin - slot.offset, full.narrow(0, begin, count));
+  }
+}
+
 at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
   if (!tree.init || !tree.init->holds(slot.param)) return slot.param.detach();
   if (!is_tile(slot, tree)) return tree.init->take(slot.param);
@@ -38,51 +55,56 @@ at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
 
 void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
                 at::IntArrayRef sizes) {
-  const auto options = param.options().dtype(dtype).requires_grad(false);
+  const auto options = param.options().device(storage.device()).dtype(dtype).requires_grad(false);
   // set_data() drops autograd's node, which expects the old sizes, only if the dtype changes. So
   // the dtype is changed temporarily.
-  if (param.sizes() != sizes) param.set_data(at::empty({0}, options.dtype(at::kDouble)));
+  if (param.sizes() != sizes) exec::set_data(param, at::empty({0}, options.dtype(at::kDouble)));
   at::Tensor window = at::empty({0}, options);
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
   window.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  param.set_data(window);
+  exec::set_data(param, window);
 }
 
 void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
+  own_storage(param, dtype, sizes, param.device());
+}
+
+void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes, c10::Device where) {
   const auto bytes = c10::multiply_integers(sizes) * dtype_bytes(dtype);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
-                                                       c10::DataPtr(nullptr, param.device()),
+                                                       c10::DataPtr(nullptr, where),
                                                        /*allocator=*/nullptr, /*resizable=*/false);
   set_window(param, c10::Storage(std::move(storage)), device::scalar_type(dtype), sizes);
 }
 
 namespace {
 
-// Frees a parameter's memory and gives it an engine storage. Views of the old storage stay views of
-// the parameter if dtype, layout and sizes stay the same; otherwise reading them raises an error.
-void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
+// Frees a parameter's memory and gives it an engine storage on `where`. Views of the old storage
+// stay views of the parameter if device, dtype, layout and sizes stay the same; otherwise reading
+// them raises an error.
+void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes, c10::Device where) {
   const c10::Storage storage = param.storage();
   c10::StorageImpl* old = storage.unsafeGetStorageImpl();
   param.mutable_grad().reset();
   const bool its_own = param.storage_offset() == 0 && old->nbytes() == param.nbytes();
-  if (!its_own || storage.use_count() <= 2) return own_storage(param, dtype, sizes);
+  if (!its_own || storage.use_count() <= 2) return own_storage(param, dtype, sizes, where);
   const bool stays = param.is_contiguous() && param.scalar_type() == device::scalar_type(dtype) &&
-                     param.sizes() == sizes;
+                     param.sizes() == sizes && param.device() == where;
   old->set_data_ptr_noswap(c10::DataPtr(nullptr, old->device()));
   if (stays) return old->set_resizable(false);
   exec::set_guard(
       *old,
-      "[engine::initialize] this tensor is a view of a parameter from before initialize(), which "
-      "changed the parameter's dtype, layout or part. Take views after initialize(), and clone "
-      "values that you keep");
-  own_storage(param, dtype, sizes);
+      "[engine::initialize] this view of a parameter was taken before initialize(), which changed "
+      "the parameter's device, dtype, layout or part. Take views after initialize(), and clone "
+      "values that you want to keep");
+  own_storage(param, dtype, sizes, where);
 }
 
 }  // namespace
 
 Adoption::~Adoption() {
   if (committed_) return;
-  for (const auto& [buffer, former] : cast_) buffer.set_data(former);
+  for (const auto& [buffer, former] : cast_) exec::set_data(buffer, former);
   for (exec::UnitState& unit : executor_.units()) {
     for (exec::Flat& flat : unit.flats) flat.let_params_go();
   }
@@ -144,7 +166,7 @@ void Adoption::take(const ModelTree& tree, const Config& config,
   for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
     for (const exec::Part& part : executor_.units()[unit].parts()) {
       const std::string label = concat("initial u", unit, ".", part.flat->number);
-      const at::Tensor values = take_values(*part.flat, label, tree);
+      const at::Tensor values = take_values(part, label, tree);
       if (part.here) {
         executor_.values().adopt(*part.flat, values, label);
       } else {
@@ -156,51 +178,68 @@ void Adoption::take(const ModelTree& tree, const Config& config,
   executor_.traffic().settle();  // no plan line counts on the memory of these writes
   take_buffers(tree, config);
   for (const tiles::TiledWeight& one : tiled) {
-    if (tree.init && tree.init->holds(one.whole)) tree.init->take(one.whole);
-    take_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()), one.whole.sizes());
+    if (tree.init && tree.init->holds(one.whole)) tree.init->drop(one.whole);
+    take_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()), one.whole.sizes(),
+                 tree.device.value_or(one.whole.device()));
   }
 }
 
 // [all ranks] Returns rank 0's values of the flat, in fp32, and gives the parameters their windows.
-// A cut parameter is broadcast whole, and each rank takes its part.
-at::Tensor Adoption::take_values(exec::Flat& flat, const std::string& label,
+// If all its values are in files, there is no broadcast, and only those that this rank keeps are
+// read. A cut parameter is broadcast whole, and each rank takes its part.
+at::Tensor Adoption::take_values(const exec::Part& part, const std::string& label,
                                  const ModelTree& tree) {
+  exec::Flat& flat = *part.flat;
   at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
+  const bool read = flat.tensor != TensorCut::kCut && in_files(flat, tree);
+  const auto kept = read && part.here ? executor_.values().kept(flat)
+                                      : std::vector<std::pair<int64_t, int64_t>>();
   for (exec::Slot& slot : flat.slots) {
-    at::Tensor initial = initial_values(slot, tree);
-    if (slot.cut.kind == TensorCut::kCut) {
-      initial = initial.to(at::kFloat).clone(at::MemoryFormat::Contiguous);
-      executor_.broadcast(concat(label, " ", slot.name), initial.data_ptr(),
-                          static_cast<int64_t>(initial.nbytes()));
-      initial = executor_.values().part_of(slot, initial);
-    }
-    full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
-    if (is_tile(slot, tree)) {
-      own_storage(slot.param, flat.dtype,
-                  slot.sizes);  // the memory belongs to the user's parameter, which may have views
+    const c10::Device where = tree.device.value_or(slot.param.device());
+    if (read) {
+      read_kept(slot, kept, *tree.init, full);
+      if (!is_tile(slot, tree)) tree.init->drop(slot.param);
     } else {
-      take_storage(slot.param, flat.dtype, slot.sizes);
+      at::Tensor initial = initial_values(slot, tree);
+      if (slot.cut.kind == TensorCut::kCut) initial = cut_values(slot, initial, label);
+      full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
+    }
+    if (is_tile(slot, tree)) {
+      // The memory belongs to the user's parameter, which may have views.
+      own_storage(slot.param, flat.dtype, slot.sizes, where);
+    } else {
+      take_storage(slot.param, flat.dtype, slot.sizes, where);
     }
     slot.window = slot.param.storage();
   }
-  if (flat.tensor != TensorCut::kCut) {  // cut parameters were broadcast one by one
+  if (flat.tensor != TensorCut::kCut && !read) {  // cut parameters were broadcast one by one
     executor_.broadcast(label, full.data_ptr(), flat.numel * 4);
   }
   return full;
 }
 
-// A cast buffer stays the same tensor object, so that modules that share it still do.
+// [all ranks] Returns this rank's part of rank 0's values of a cut parameter.
+at::Tensor Adoption::cut_values(const exec::Slot& slot, const at::Tensor& initial,
+                                const std::string& label) {
+  const at::Tensor whole = initial.to(at::kCPU, at::kFloat).clone(at::MemoryFormat::Contiguous);
+  executor_.broadcast(concat(label, " ", slot.name), whole.data_ptr(),
+                      static_cast<int64_t>(whole.nbytes()));
+  return executor_.values().part_of(slot, whole);
+}
+
+// A moved or cast buffer stays the same tensor object, so that modules that share it still do.
 void Adoption::take_buffers(const ModelTree& tree, const Config& config) {
   for (size_t i = 0; i < tree.buffers.size(); ++i) {
     const at::Tensor& own = tree.buffers[i].buffer;
     at::Tensor buffer = own.cpu().contiguous();
     executor_.broadcast(concat("buffer ", i), buffer.data_ptr(),
                         static_cast<int64_t>(buffer.nbytes()));
-    if (!buffer.is_same(own)) own.copy_(buffer);
     const at::ScalarType dtype = buffer_dtype(config, tree, tree.buffers[i]);
-    if (dtype == own.scalar_type()) continue;
+    const c10::Device where = tree.device.value_or(own.device());
+    if (where == own.device() && !buffer.is_same(own)) own.copy_(buffer);
+    if (where == own.device() && dtype == own.scalar_type()) continue;
     cast_.emplace_back(own, own.detach());
-    own.set_data(own.detach().to(dtype));
+    exec::set_data(own, (where == own.device() ? own.detach() : buffer).to(where, dtype));
   }
 }
 

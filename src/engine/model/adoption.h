@@ -13,10 +13,12 @@
 
 namespace penstock::engine {
 
-// Gives a parameter a new storage of `dtype` and `sizes`, without memory.
+// Gives a parameter a new storage of `dtype` and `sizes` on `where` (default: its own device),
+// without memory.
 void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes);
-// Makes a parameter a contiguous tensor of `sizes` on `storage`. If its sizes change, autograd
-// makes a new node for its gradient.
+void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes, c10::Device where);
+// Makes a parameter a contiguous tensor of `sizes` on `storage`. If its sizes or its device change,
+// autograd makes a new node for its gradient.
 void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
                 at::IntArrayRef sizes);
 
@@ -43,7 +45,9 @@ class Adoption {
  private:
   void claim_here(const Config& config, const ModelDesc& model, bool external_optimizer);
   void check_moments(const Config& config, bool external_optimizer) const;
-  at::Tensor take_values(exec::Flat& flat, const std::string& label, const ModelTree& tree);
+  at::Tensor take_values(const exec::Part& part, const std::string& label, const ModelTree& tree);
+  at::Tensor cut_values(const exec::Slot& slot, const at::Tensor& initial,
+                        const std::string& label);
   void take_buffers(const ModelTree& tree, const Config& config);
 
   exec::Executor& executor_;

@@ -123,14 +123,14 @@ ModelDesc describe(const std::vector<exec::UnitState>& units, const std::vector<
   return model;
 }
 
+constexpr const char* kOnHost =
+    ". Keep the model on the CPU (penstock.init(device=\"cpu\"), or initialize(device=\"cpu\"))";
+
 bool leaves_tiers_open(const Config& config) {
   return config.offload.optimizer == "auto" || config.offload.params == "auto";
 }
 
-bool is_on_host(const Blueprint& blueprint) {
-  const std::vector<ParamInfo>& params = blueprint.split.tree.params;
-  return params.empty() || params.front().param.is_cpu();
-}
+bool is_on_host(const Blueprint& blueprint) { return device_of(blueprint.split.tree).is_cpu(); }
 
 Question question_of(const Blueprint& blueprint, const Room& room, bool external_optimizer) {
   const Config& config = blueprint.config;
@@ -151,23 +151,20 @@ void check_tensor(const ModelTree& tree, const Config& config) {
         parallel::names_of_matrices(tree)));
   }
   if (config.tiling.any()) fail("\"tiling\" is not supported with tensor ranks yet; remove it");
-  for (const ParamInfo& info : tree.params) {
-    if (info.param.is_cpu()) continue;
-    fail(concat("tensor ranks can exchange only host memory so far, but parameter \"", info.name,
-                "\" is on ", info.param.device().str()));
-  }
+  const c10::Device where = device_of(tree);
+  if (where.is_cpu()) return;
+  fail(concat("tensor ranks can exchange only host memory so far, but the model trains on ",
+              where.str(), kOnHost));
 }
 
 // Throws ConfigError for settings that do not work with sequence ranks yet.
 void check_sequence(const ModelTree& tree, const Config& config) {
-  for (const ParamInfo& info : tree.params) {
-    if (info.param.is_cpu()) continue;
-    throw ConfigError(
-        concat("[engine::draw] \"mesh.sequence\" is ", config.mesh.sequence,
-               ": sequence ranks can exchange only host memory so far, but parameter \"", info.name,
-               "\" is on ", info.param.device().str(),
-               ". Keep the model on the CPU, or set \"mesh.sequence\" to 1"));
-  }
+  const c10::Device where = device_of(tree);
+  if (where.is_cpu()) return;
+  throw ConfigError(
+      concat("[engine::draw] \"mesh.sequence\" is ", config.mesh.sequence,
+             ": sequence ranks can exchange only host memory so far, but the model trains on ",
+             where.str(), kOnHost, ", or set \"mesh.sequence\" to 1"));
 }
 
 // Throws ConfigError for settings that do not work with pipelines yet.
@@ -188,11 +185,10 @@ void check_pipeline(const ModelTree& tree, const Config& config) {
                 "be idle. Raise it to a multiple of ", config.mesh.pipeline,
                 ", or use the schedule \"gpipe\""));
   }
-  for (const ParamInfo& info : tree.params) {
-    if (info.param.is_cpu() || info.param.is_meta()) continue;
-    fail(concat("stages can exchange only host memory so far, but parameter \"", info.name,
-                "\" is on ", info.param.device().str()));
-  }
+  const c10::Device where = device_of(tree);
+  if (where.is_cpu() || where.is_meta()) return;  // meta: `penstock plan` describes models
+  fail(concat("stages can exchange only host memory so far, but the model trains on ", where.str(),
+              kOnHost));
 }
 
 }  // namespace
@@ -217,14 +213,19 @@ at::ScalarType buffer_dtype(const Config& config, const ModelTree& tree, const B
       compute_dtype(config, tree.params.at(static_cast<size_t>(buffer.follows))));
 }
 
+c10::Device device_of(const ModelTree& tree) {
+  if (tree.device) return *tree.device;
+  return tree.params.empty() ? c10::Device(at::kCPU) : tree.params.front().param.device();
+}
+
 Dtype compute_dtype(const Config& config, const ParamInfo& param) {
   const at::ScalarType own = param.param.scalar_type();
   if (own != at::kFloat && own != at::kBFloat16 && own != at::kHalf) {
     throw ConfigError(concat(
         "[engine::compute_dtype] parameter \"", param.name, "\" has dtype ", at::toString(own),
         ", but the engine supports float32, bfloat16 and float16. Convert it with "
-        "model.float() (which drops an imaginary part), or keep a value that "
-        "does not train in a buffer: module.register_buffer(name, values)"));
+        "model.float() (which drops an imaginary part). If it does not train, make it a buffer: "
+        "module.register_buffer(name, values)"));
   }
   if (const auto ruled = ruled_dtype(config, param.name)) return *ruled;
   if (config.precision) return parse_dtype(*config.precision);
@@ -334,7 +335,7 @@ Table settle(Blueprint& blueprint) {
     if (!tied || !table.grads_wait_on_disk()) continue;
     throw ConfigError(concat("[engine::settle] \"", unit.name,
                              "\" has weights that several pipeline stages share (tied), so their "
-                             "gradients cannot wait on disk. Set \"offload.gradients\": \"host\""));
+                             "gradients cannot be on disk. Set \"offload.gradients\": \"host\""));
   }
   end_frozen_last(table.on(blueprint.mesh), blueprint.model);
   set_chunks(blueprint.config, table.on(blueprint.mesh), blueprint.model);

@@ -18,6 +18,8 @@
 
 namespace penstock::engine {
 
+// Returns the device on which the model trains: the tree's, else that of its parameters.
+PENSTOCK_API c10::Device device_of(const ModelTree& tree);
 // Returns a parameter's compute dtype: the first matching `dtypes` rule, else `precision`, else the
 // parameter's own dtype. Throws ConfigError if its own dtype is not float32, bfloat16 or float16.
 Dtype compute_dtype(const Config& config, const ParamInfo& param);
@@ -62,7 +64,7 @@ struct Budgets {
 Budgets budgets_of(const Blueprint& blueprint, const Room& room, bool external_optimizer);
 
 // Returns the table. Sets the number of chunks in which each unit's optimizer state passes through
-// memory. Throws ConfigError for tied weights whose gradients wait on disk.
+// memory. Throws ConfigError for tied weights whose gradients are held on disk.
 Table settle(Blueprint& blueprint);
 
 // Returns the text that ranks must agree on: one line per parameter with name, shape, dtype, unit.

@@ -151,6 +151,18 @@ std::vector<std::string> candidates(const std::string& path, const std::string& 
   return found;
 }
 
+// Returns the state to save or load. If `frozen` is false, it lacks the parameters that do not train
+// and for which `absent` holds. Parameters that do not train have flats of their own.
+std::vector<ckpt::Holding> without(std::vector<ckpt::Holding> found, bool frozen,
+                                   const std::function<bool(const ckpt::Holding&)>& absent) {
+  if (!frozen) {
+    std::erase_if(found, [&](const ckpt::Holding& one) {
+      return !one.flat->trainable && absent(one);
+    });
+  }
+  return found;
+}
+
 void say_passed_over(const std::string& path, const std::string& why) {
   std::fprintf(stderr, "penstock: checkpoint \"%s\" is skipped: %s\n", path.c_str(), why.c_str());
 }
@@ -189,15 +201,16 @@ std::vector<std::string> Core::State::Checkpointing::share(const std::string& la
 std::string Core::State::Checkpointing::refusal() const {
   const auto seen = state.window->seen();
   if (seen > 0 || state.window->armed()) {
-    return concat("[engine::save] in the middle of a window: the gradients of ", seen, " of ",
-                  state.config.batch.accumulate,
-                  " backwards would be lost. Save after step() (force=True closes a window early), "
-                  "or drop the gradients with zero_grad()");
+    return concat(
+        "[engine::save] save() was called in the middle of a window, so the gradients of ", seen,
+        " of ", state.config.batch.accumulate,
+        " backwards would be lost. Save after step() (force=True closes a window early), "
+        "or drop the gradients with zero_grad()");
   }
   if (std::any_of(state.written.begin(), state.written.end(),
                   [](int times) { return times > 0; })) {
-    return "[engine::save] inside gathered(write=True): values written there become the weights "
-           "when the block ends. Save after the block";
+    return "[engine::save] save() was called inside gathered(write=True), but values written there "
+           "become the weights only when the block ends. Save after the block";
   }
   return "";
 }
@@ -231,7 +244,8 @@ Json Core::State::Checkpointing::numbers() const {
           {"loss_scale",
            {{"active", state.loss_scale.active()},
             {"value", state.loss_scale.value()},
-            {"good_steps", state.loss_scale.good_steps()}}},
+            {"good_steps", state.loss_scale.good_steps()},
+            {"tolerated", state.loss_scale.tolerated()}}},
           {"updates", updates}};
 }
 
@@ -254,7 +268,9 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   const Json& value = scale.at("value");
   if (!value.is_number()) scale.fail("\"value\" is not a number");
   if (scale.at("active") == true) {
-    state.loss_scale.restore(value.get<double>(), scale.whole("good_steps", 0, kMost));
+    const bool counts = numbers.object("loss_scale").contains("tolerated");  // not in older versions
+    state.loss_scale.restore(value.get<double>(), scale.whole("good_steps", 0, kMost),
+                             counts ? scale.whole("tolerated", 0, kMost) : 0);
   }
   std::map<std::string, int64_t> updates;
   for (const auto& [name, count] : numbers.object("updates").items()) {
@@ -315,7 +331,7 @@ struct Core::State::Checkpointing::Load {
       }
     }
     if (options.missing_ok && last.empty()) return "";
-    return concat("[engine::load] no checkpoint that can be loaded in \"", path, "\"",
+    return concat("[engine::load] there is no checkpoint that can be loaded in \"", path, "\"",
                   options.tag.empty() ? "" : concat(", tag \"", options.tag, "\""),
                   last.empty() ? "" : concat(" (", last, ")"));
   }
@@ -367,7 +383,14 @@ struct Core::State::Checkpointing::Load {
         target.extras =
             wanted_of(options.tensors(found), chosen.manifest, rank, state.group->size());
       }
-      target.holdings = ckpt::holdings(executor, rank, moments);
+      const auto lacks = [&](const ckpt::Holding& one) {
+        return std::ranges::all_of(one.flat->slots, [&](const exec::Slot& slot) {
+          const std::string name = shared.names(one.unit, slot).name;
+          return chosen.manifest.find(concat("param/", name)) == nullptr &&
+                 chosen.manifest.find(concat("weight/", name)) == nullptr;
+        });
+      };
+      target.holdings = without(ckpt::holdings(executor, rank, moments), options.frozen, lacks);
       for (exec::UnitState& unit : executor.units()) {
         for (const exec::Flat& flat : unit.away) {
           for (const exec::Slot& slot : flat.slots) target.elsewhere.insert(slot.name);
@@ -422,12 +445,12 @@ void Core::State::Checkpointing::check_asked(const std::string& path, const std:
                      "\" cannot name a folder: it must not be empty, begin with a dot, contain a "
                      "slash or be \"latest\"");
   }
-  const std::vector<std::string> asked = share("save", concat(path, "\n", tag, "\n", options.wait));
+  const std::vector<std::string> asked = share("save", concat(path, "\n", tag, "\n", options.wait, options.frozen));
   for (size_t other = 0; other < asked.size(); ++other) {
     if (!problem.empty() || asked[other] == asked.front()) continue;
     problem = concat("[engine::save] rank 0 and rank ", other,
-                     " called save() with different arguments. Pass the same path, tag and wait on "
-                     "every rank");
+                     " called save() with different arguments. Pass the same arguments on every "
+                     "rank");
   }
   problem = agree("save when", problem);
   if (!problem.empty()) throw ConfigError(problem);
@@ -455,8 +478,10 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
     contents.room_bytes = std::min(contents.room_bytes, state.config.offload.window_bytes);
     save = std::make_unique<ckpt::Save>(
         *state.executor, state.tiers, rank,
-        ckpt::holdings(*state.executor, rank, moments_of(state.config), !state.lent.empty()), names,
-        std::move(contents));
+        without(
+            ckpt::holdings(*state.executor, rank, moments_of(state.config), !state.lent.empty()),
+            options.frozen, [](const ckpt::Holding&) { return true; }),
+        names, std::move(contents));
     state.bytes_written = save->bytes();
     if (rank == 0) {
       merge.draft = std::make_unique<ckpt::Draft>(path, tag);
@@ -528,9 +553,8 @@ FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& op
 void Checkpoints::taken(const std::string& problem) {
   const std::string first = engine::first_problem(*state_->executor, "load taken", problem);
   if (first.empty()) return;
-  state_->unloaded =
-      concat("[engine::load] a part of the checkpoint could not be taken over (", first,
-             ") after the weights were loaded. Load again, or close() the engine");
+  state_->unloaded = concat("[engine::load] a part of the checkpoint could not be applied (", first,
+                            ") after the weights were loaded. Load again, or close() the engine");
   throw RuntimeFault(state_->unloaded);
 }
 

@@ -24,7 +24,7 @@ class LentShards {
   bool empty() const { return shards_.empty(); }
   void show();  // gives the shards their memory
   void hide();
-  // Throws RuntimeFault if the optimizer gave a shard other memory (`p.data = x`).
+  // Throws RuntimeFault if the optimizer gave a shard new memory (`p.data = x`).
   void check() const;
   void take_back();  // hides the shards forever and forgets them
 

@@ -10,6 +10,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/device/device.h"
+#include "src/engine/model/blueprint.h"
 #include "src/mem/available_memory.h"
 
 namespace penstock::engine {
@@ -33,7 +34,7 @@ std::vector<std::string> swap_folders(const OffloadConfig& offload) {
   return split(offload.path, ':');
 }
 
-AvailableMemory find_room(const Config& config, const ModelTree& tree, int world_size) {
+AvailableMemory find_room(const Config& config, const ModelTree& tree) {
   AvailableMemory found;
   const std::string host = host_name();
   found.host = host.empty() ? "?" : host;
@@ -41,17 +42,16 @@ AvailableMemory find_room(const Config& config, const ModelTree& tree, int world
   found.when_ns = std::chrono::steady_clock::now().time_since_epoch().count();
   found.memory = mem::free_host_bytes();
   found.disk = mem::free_disk_bytes(swap_folders(config.offload));
-  c10::Device where(c10::DeviceType::CPU);
-  // A hollow parameter (penstock.init()) has only a shard on each rank.
+  const c10::Device where = device_of(tree);
   for (const ParamInfo& info : tree.params) {
-    const bool hollow = tree.init && tree.init->holds(info.param);
-    const int64_t bytes = static_cast<int64_t>(info.param.nbytes()) / (hollow ? world_size : 1);
-    if (info.param.is_cpu()) {
+    const auto bytes = static_cast<int64_t>(info.param.nbytes());
+    if (tree.init && tree.init->holds(info.param)) {  // only a part, in host memory
+      found.model += tree.init->held_bytes(info.param);
+    } else if (info.param.is_cpu()) {
       found.model += bytes;
-      continue;
+    } else if (info.param.device() == where) {
+      found.on_device += bytes;
     }
-    found.on_device += bytes;
-    where = info.param.device();
   }
   if (!where.is_cpu()) {
     found.device = where.index();

@@ -27,7 +27,7 @@ struct AvailableMemory {
   static AvailableMemory parse(const std::string& text);
 };
 
-AvailableMemory find_room(const Config& config, const ModelTree& tree, int world_size);
+AvailableMemory find_room(const Config& config, const ModelTree& tree);
 
 // Returns the room of each rank. It is the same for every rank: the ranks of a machine divide its
 // free memory, the ranks of a device divide the device's, and every rank gets the smallest of these

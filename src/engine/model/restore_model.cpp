@@ -126,7 +126,7 @@ void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tenso
   if (flat.tensor == TensorCut::kCut) return give_back_cut(flat, values);
   for (exec::Slot& slot : flat.slots) {
     if (slot.param.storage().unsafeGetStorageImpl() != slot.window.unsafeGetStorageImpl()) {
-      flat.let_go(slot);  // if users gave the parameter other memory, it keeps that memory
+      flat.let_go(slot);  // if users gave the parameter new memory, it keeps that memory
       continue;
     }
     engine::own_values(slot.param, values.defined() ? values.narrow(0, slot.offset, slot.numel)

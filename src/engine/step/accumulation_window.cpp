@@ -43,8 +43,8 @@ constexpr std::array<CallRule, 9> kRules = {{
      "step()"},
     {Call::kSetGrads, kComplete, kNone, kNone, kNone, Count::kKeep,
      "[engine::set_grads] the gradients of the window are not complete. Call set_grads() after the "
-     "window's last backward() and before step(). It replaces gradients of backwards, so a loop "
-     "that only calls torch.autograd.grad() cannot use it"},
+     "window's last backward() and before step(). It replaces the gradients that backwards gave, "
+     "so it does not work in a loop that calls only torch.autograd.grad()"},
     {Call::kStep, kSeen | kArmed, kNone, kNone, kNone, Count::kKeep,
      "[engine::step] step() was called, but since the last step no backward has reached a "
      "parameter of the model. Call engine.backward(loss) first, which counts even if the loss is "

@@ -57,8 +57,9 @@ class AccumulationWindow {
   void set_micro(int64_t micro);
   // Whether the last backward that ended produced a gradient on this rank.
   bool gave() const { return !gave_.empty() && gave_.back() == '1'; }
-  // One character per backward of a full window, ordered by micro-batch: '1' if a backward of its
-  // micro-batch produced a gradient on this rank, '0' if none did, '.' if it has not ended.
+  // Returns one character per backward of a full window, ordered by micro-batch: '.' if the
+  // backward has not ended, '1' if any backward of the same micro-batch produced a gradient on this
+  // rank, else '0'.
   std::string said() const;
   // Removes micro-batches that produced no gradient on any rank. `gave_anywhere` has the maximum of
   // each character of said() over all ranks. Returns true if any was removed.

@@ -1,6 +1,6 @@
 #pragma once
-// BackwardEnd: how a backward ends that model code or the engine interrupted, or that reached no
-// hook of this rank. Compute thread only; autograd's thread while a backward runs.
+// BackwardEnd: ends a backward that model code or the engine interrupted, or that reached no hook
+// of this rank. Compute thread only; autograd's thread while a backward runs.
 #include <cstdint>
 #include <memory>
 
@@ -21,8 +21,8 @@ struct Core::State::BackwardEnd {
 
   // Must run before a call that changes the window. If model code raised in the last backward, that
   // backward ends here: as in torch, the gradients that it gave stay, and it counts. If the engine
-  // raised, some sums are incomplete. Then, if `drops` is set, this drops a window without another
-  // backward; in every other case it throws RuntimeFault until zero_grad() is called.
+  // raised, some sums are incomplete. If `drops` is set and the window has no other backward, this
+  // call drops the window. Otherwise it throws RuntimeFault until zero_grad() is called.
   void after_error(const char* call, bool drops);
   // Counts the last backward if it reached no hook of this rank. Returns whether it counted it.
   bool unseen();

@@ -37,7 +37,7 @@ class CallingThread {
     int64_t thread = 0;
   };
 
-  Holder holder() const;  // whoever is in a call now
+  Holder holder() const;  // the call that is in progress now, and its thread
   template <class Begin>
   void begin_call(const std::string& call, const Begin& begin);
 

@@ -66,8 +66,8 @@ bool Core::any_forward(bool mine) {
       !state_->tiled->all().empty()) {
     throw RuntimeFault(
         "[engine::forward] ranks ended generate() or uneven() after different numbers of forwards. "
-        "With \"tiling\" this works only after a training step: train one first, or run the same "
-        "number of forwards on every rank");
+        "With \"tiling\" this works only after the first training step: run that step first, or "
+        "run the same number of forwards on every rank");
   }
   return any;
 }

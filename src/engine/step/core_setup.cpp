@@ -24,24 +24,28 @@ namespace penstock {
 
 namespace {
 
-// Returns the device of all parameters.
-c10::Device device_of(const ModelTree& tree) {
+void check_has_values(const char* kind, const std::string& name, const at::Tensor& tensor) {
+  if (!tensor.is_meta()) return;
+  throw ConfigError(concat("[engine::Core] ", kind, " \"", name,
+                           "\" is on the meta device and has no values. Build the model under "
+                           "penstock.init() or on a device, or give it values: to_empty(), or "
+                           "penstock.init(weights=...) around the build"));
+}
+
+// Returns the device on which the model trains. Throws ConfigError if parameters are on several
+// devices and the tree names none, or if a parameter or a buffer has no values.
+c10::Device checked_device(const ModelTree& tree) {
+  for (const BufferInfo& info : tree.buffers) check_has_values("buffer", info.name, info.buffer);
   for (const ParamInfo& info : tree.params) {
+    check_has_values("parameter", info.name, info.param);
     const c10::Device where = info.param.device(), first = tree.params.front().param.device();
-    if (where.is_meta()) {
-      throw ConfigError(concat("[engine::Core] parameter \"", info.name,
-                               "\" is on the meta device and has no values. Build the model under "
-                               "penstock.init() or on a device, or give it values (to_empty())"));
-    }
-    if (where == first) continue;
-    throw ConfigError(
-        concat("[engine::Core] parameter \"", info.name, "\" is on ", where.str(), " and \"",
-               tree.params.front().name, "\" on ", first.str(),
-               ": one engine trains on one device of each rank. Move the model to one "
-               "device before initialize()"));
+    if (tree.device || where == first) continue;
+    throw ConfigError(concat("[engine::Core] parameter \"", info.name, "\" is on ", where.str(),
+                             " and \"", tree.params.front().name, "\" on ", first.str(),
+                             ", but an engine trains on one device per rank. Move the model to one "
+                             "device before initialize()"));
   }
-  return tree.params.empty() ? c10::Device(c10::DeviceType::CPU)
-                             : tree.params.front().param.device();
+  return engine::device_of(tree);
 }
 
 // Throws if parameters share elements of one storage.
@@ -99,11 +103,11 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
   comm::Channel channel(group, "start");
   comm::Members all{{}, group.rank()};
   for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
-  const engine::AvailableMemory mine = engine::find_room(config, tree, group.size());
+  const engine::AvailableMemory mine = engine::find_room(config, tree);
   // The text omits the device index, which may differ between ranks.
   const std::string device =
-      concat("parameters on ", c10::DeviceTypeName(device_of(tree).type()), ", collectives ",
-             group.device_groups() ? "there" : "here", "\n");
+      concat("parameters on ", c10::DeviceTypeName(engine::device_of(tree).type()),
+             ", collectives ", group.device_groups() ? "there" : "here", "\n");
   std::vector<std::string> texts = engine::share_text(
       "model and config", concat(mine.text(), "\n", device, config.lines(), print),
       [&](const std::string& label, const std::string& payload) {
@@ -164,7 +168,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                    bool external_optimizer)
     : config(settings),
       group(std::move(ranks)),
-      tiers(device_of(tree), settings.monitor.events),
+      tiers(checked_device(tree), settings.monitor.events),
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
   check_memory(tree);
@@ -206,8 +210,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                                                      return tiled->is_tile(unit);
                                                    }});
   // Each stage of this rank runs one backward per micro-batch.
-  window.emplace(config.batch.accumulate * config.parallel.virtual_stages, loss_scale.active(),
-                 unit_events, config.parallel.virtual_stages);
+  window.emplace(config.batch.accumulate * config.parallel.virtual_stages,
+                 loss_scale.needs_scaling(), unit_events, config.parallel.virtual_stages);
   waiting.assign(executor->units().size(), 0);
   expected.assign(waiting.size(), false);
   began.assign(waiting.size(), {});

@@ -349,8 +349,8 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   if (slot.param._version() != slot.version) {
     throw RuntimeFault(concat(
         "[engine::backward] parameter \"", slot.name,
-        "\" was changed in place during backward, for example by an optimizer in a hook, with "
-        "this rank's gradient only. Let engine.step() update parameters"));
+        "\" was changed in place during backward, for example by an optimizer in a hook, which "
+        "uses only this rank's gradient. Let engine.step() update parameters"));
   }
   at::Tensor& gradient = slot.param.mutable_grad();
   if (gradient.defined()) {
@@ -511,7 +511,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   } catch (const exec::NonFinite& error) {
     driver->abandon();
     monitor->drop();
-    if (!loss_scale.overflow() && (config.nonfinite != "skip" || loss_scale.dynamic())) throw;
+    if (!loss_scale.overflow() && config.nonfinite != "skip") throw;
     ++skipped;
     overflow = error.what();
     return false;

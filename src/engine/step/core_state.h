@@ -62,12 +62,12 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
             const std::string& options);
   // Handles user changes of `.grad` since the last call. `adds`: a backward begins.
   void look_at_gradients(bool adds);
-  // Drops the window and its accumulated gradients, also those of a backward that raised.
+  // Drops the window and its accumulated gradients, including those of a backward that raised.
   void drop_gradients();
   // Returns the factor between the accumulated and the averaged gradient.
   double divisor() const;
   // [all ranks, with `gather`] Gives the model back. With `gather` every rank has full parameters
-  // afterwards, also after a failure. Without it the call needs no peer. `why`: the user's error
+  // afterwards, even after a failure. Without it the call needs no peer. `why`: the user's error
   // that is the reason for closing, or "". Returns a remark on the weights, or "". Throws
   // RuntimeFault, after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why);

@@ -1,6 +1,6 @@
 #pragma once
 // Dynamic loss scaling (arXiv:1710.03740). The scale is halved when gradients overflow, and doubled
-// after a window of good steps.
+// after a window of good steps. The first `hysteresis` - 1 overflows do not halve it.
 #include "penstock/config.h"
 
 namespace penstock::engine {
@@ -14,23 +14,33 @@ class LossScale {
   bool active() const { return active_; }
   bool dynamic() const { return active_ && config_.window > 0; }
   double value() const { return value_; }
+  // Whether a backward from an unscaled loss gives wrong gradients.
+  bool needs_scaling() const { return active_ && (config_.window > 0 || value_ != 1.0); }
   int64_t good_steps() const { return good_steps_; }
+  int64_t tolerated() const { return tolerated_; }
   // Restores the values of a checkpoint. Does nothing if the scale of this run is not dynamic.
-  void restore(double value, int64_t good_steps) {
-    if (!active_ || config_.window == 0) return;
+  void restore(double value, int64_t good_steps, int64_t tolerated) {
+    if (!dynamic()) return;
     value_ = value;
     good_steps_ = good_steps;
+    tolerated_ = tolerated;
   }
 
   void good_step() {
-    if (!active_ || config_.window == 0 || ++good_steps_ < config_.window) return;
-    good_steps_ = 0;
+    if (!dynamic()) return;
+    if (config_.refill == "step") tolerated_ = 0;
+    if (++good_steps_ < config_.window + config_.settle) return;
+    good_steps_ = config_.settle;
+    tolerated_ = 0;
     value_ *= 2.0;
   }
-  // Halves the scale. Returns false if the scale is already at its minimum or is not dynamic.
+  // Counts the overflow, and halves the scale unless it is tolerated. Returns false if the scale is
+  // already at its minimum or is not dynamic.
   bool overflow() {
-    if (!active_ || config_.window == 0 || value_ <= config_.min) return false;
+    if (!dynamic()) return false;
     good_steps_ = 0;
+    if (tolerated_ + 1 < config_.hysteresis) return ++tolerated_ > 0;
+    if (value_ <= config_.min) return false;
     value_ = value_ / 2.0 < config_.min ? config_.min : value_ / 2.0;
     return true;
   }
@@ -39,7 +49,8 @@ class LossScale {
   LossScaleConfig config_;
   bool active_;
   double value_;
-  int64_t good_steps_ = 0;
+  int64_t good_steps_ = 0;  // since the last overflow, or since the scale doubled
+  int64_t tolerated_ = 0;   // overflows that did not halve the scale
 };
 
 }  // namespace penstock::engine

@@ -108,8 +108,8 @@ ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
   }
   if (scope_.moves_params && !served) {
     throw RuntimeFault(
-        concat("[engine::replan] in step one the ranks ran their units in different orders, but "
-               "gathers need one order: ",
+        concat("[engine::replan] in the first step the ranks ran their units in different orders, "
+               "but all ranks must gather units in the same order: ",
                difference));
   }
   return assumed_;

@@ -113,8 +113,8 @@ void OutsideEdits::look_at(Param& param) {
   }
 }
 
-// Takes over the values of a parameter that was given other memory. Every rank must have assigned
-// the same values.
+// Takes over the values of a parameter that was given new memory. Every rank must have assigned the
+// same values.
 void OutsideEdits::take_over(Param& param) {
   if (param.tiled) {
     refuse(param.name,

@@ -2,15 +2,15 @@
 // OutsideEdits: finds what users changed in parameters and gradients between the engine's calls.
 //
 // [Note: At the border] Parameters are the user's objects. torch sends no event when one is edited,
-// gets other memory or is swapped. So each call of the engine compares every parameter with the
+// gets new memory or is swapped. So each call of the engine compares every parameter with the
 // state that the engine left. A change that the engine can take over has the same effect as in
 // torch. Any other change raises an error that names the parameter.
 //
 //   values edited in place   the update adds them to the masters (Updates::take_edits); gathered
 //                            values that are not written back are compared before they are freed
-//   other memory (p.data=x)  the engine copies the values to every copy and gives the parameter a
+//   new memory (p.data=x)    the engine copies the values to every copy and gives the parameter a
 //                            window again; other tensors that share the old memory keep it
-//   other dtype or shape,
+//   new dtype or shape,
 //   swapped tensors          refused
 //
 // [Note: Hollow gradients] The gradients are in the engine's copies, under the table's placements.
@@ -33,8 +33,8 @@ class OutsideEdits {
   // The parameters must have their windows already.
   OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled);
 
-  // Takes over the values of parameters that got other memory. Throws RuntimeFault for a change
-  // that it cannot take over.
+  // Takes over the values of parameters that got new memory. Throws RuntimeFault for a change that
+  // it cannot take over.
   void look_at_params();
   // Returns the first gathered parameter of the unit that was written to in place, or "". It checks
   // torch's version counter, then the values, because torch does not count writes to `.data`. Only

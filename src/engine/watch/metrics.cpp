@@ -192,7 +192,7 @@ void Core::State::Observer::write_trace(const engine::TraceWish& wish) {
     }
   }
   if (const int64_t dropped = state.monitor->recorder().dropped()) {
-    say(concat("the trace is without ", dropped, " events: at most ",
+    say(concat("the trace lacks ", dropped, " events, because at most ",
                trace::Recorder::kMostRecorded, " are kept"));
   }
   const std::vector<std::string> parts = state.executor->collect("trace", std::move(own));
@@ -287,7 +287,7 @@ void Metrics::trace(const std::string& path, int64_t steps,
   const std::filesystem::path folder = std::filesystem::absolute(path).parent_path();
   if (state_->group->rank() == 0 && access(folder.c_str(), W_OK) != 0) {
     throw RuntimeFault(concat("[engine::trace] ", path, ": ", folder.string(),
-                              " is not there or cannot be written to"));
+                              " does not exist or cannot be written to"));
   }
   const int64_t before = state_->monitor->applied();
   state_->monitor->ask({path, before + 1, before + steps, std::move(more)});

@@ -64,7 +64,7 @@ void RunFiles::take() {
   close(std::exchange(lock_, -1));
   if (!taken) return;
   throw ConfigError(
-      concat(where, ", where another open engine writes. Give each engine its own folder"));
+      concat(where, ", to which another open engine writes. Give each engine its own folder"));
 }
 
 RunFiles::~RunFiles() {
@@ -162,7 +162,7 @@ void RunFiles::say(const std::string& what) {
   if (said_) return;
   said_ = true;
   const std::string line = concat("[penstock] monitor: ", what,
-                                  "; training continues, further errors are not reported\n");
+                                  "; training continues, and further errors are not reported\n");
   std::fputs(line.c_str(), stderr);
 }
 

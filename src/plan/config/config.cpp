@@ -126,7 +126,7 @@ void parse_parallel(const Json& value, Config* config) {
   if (!rules->is_object()) fail_value("parallel.rules", *rules, "an object {name pattern: style}");
   for (const auto& [pattern, style] : rules->items()) {
     if (pattern.empty()) fail("\"parallel.rules\" has an empty name pattern");
-    if (!style.is_string()) fail_value("parallel.rules." + pattern, style, "a style, as text");
+    if (!style.is_string()) fail_value("parallel.rules." + pattern, style, "a style as a string");
     parallel.rules.emplace_back(pattern, style.get<std::string>());
   }
 }
@@ -222,8 +222,8 @@ void parse_activations(const ConfigSection& top, Config* config) {
   }
   if (config->offload.activations != "none" && checkpoint == 0)
     fail(concat("\"offload.activations\" is \"", config->offload.activations,
-                "\"; it moves the inputs of units that are computed again in backward, so it needs "
-                "\"activations.checkpoint\" \"unit\" or a whole number"));
+                "\", which moves the inputs of units that are recomputed in backward. Set "
+                "\"activations.checkpoint\" to \"unit\" or a whole number >= 2"));
 }
 
 const OptimizerKind& parse_optimizer_kind(const ConfigSection& section) {
@@ -282,7 +282,7 @@ OptimizerConfig parse_optimizer(const Json& value) {
     section.refuse_without_effect({"dampening"}, "while optimizer.momentum is 0");
   if (optimizer.nesterov && (optimizer.momentum == 0.0 || optimizer.dampening != 0.0))
     fail(
-        "\"optimizer.nesterov\" is true; it needs optimizer.momentum > 0 and "
+        "\"optimizer.nesterov\" is true, which needs optimizer.momentum > 0 and "
         "optimizer.dampening 0");
   return optimizer;
 }
@@ -312,18 +312,19 @@ void parse_schedule(const Json& value, ScheduleConfig* schedule) {
 void parse_loss_scale(const ConfigSection& top, Config* config) {
   const Json* value = top.find("loss_scale");
   if (value == nullptr) return;
-  const ConfigSection section(*value, "loss_scale", {"initial", "window", "min"});
+  const ConfigSection section(*value, "loss_scale",
+                              {"initial", "window", "min", "settle", "hysteresis", "refill"});
   LossScaleConfig& scale = config->loss_scale;
   section.read("initial", &scale.initial, 1.0, 0x1p40, "a number from 1 to 2^40");
   section.read_int("window", &scale.window, 0, "a whole number >= 0 (0 = a fixed scale)");
   section.read("min", &scale.min, 1.0, scale.initial, "a number from 1 to loss_scale.initial");
+  section.read_int("settle", &scale.settle, 0, "a whole number >= 0");
+  section.read_int("hysteresis", &scale.hysteresis, 1, "a whole number >= 1");
+  scale.refill = section.choice("refill", scale.refill, {"growth", "step"});
   const auto is_fp16 = [](const auto& rule) { return rule.second == "fp16"; };
   const bool fp16 = config->precision.value_or("fp16") == "fp16" ||
                     std::any_of(config->dtypes.begin(), config->dtypes.end(), is_fp16);
-  const LossScaleConfig none;
-  const bool set =
-      scale.initial != none.initial || scale.window != none.window || scale.min != none.min;
-  if (!fp16 && set)
+  if (!fp16 && scale != LossScaleConfig())
     fail(concat("\"loss_scale\" has no effect with \"precision\" \"", *config->precision,
                 "\", whose range needs no scaling; leave it out"));
 }
@@ -418,7 +419,7 @@ void parse_signals(const ConfigSection& section, CheckpointConfig* checkpoint) {
   for (const std::string& name : checkpoint->signals)
     ConfigSection::choice_of(section.path("signals"), name, names);
   if (!checkpoint->signals.empty() && checkpoint->path.empty())
-    fail("\"checkpoint.signals\" asks for saves on signals; they need \"checkpoint.path\"");
+    fail("\"checkpoint.signals\" requests saves on signals, which need \"checkpoint.path\"");
 }
 
 // The table comes before the offload keys, whose checks depend on its cells.
@@ -523,7 +524,7 @@ void Config::resolve(int world_size) {
   if (mesh.pipeline == 1 && (parallel.virtual_stages > 1 || !parallel.stages.empty())) {
     throw ConfigError(concat("[plan::Config::resolve] \"parallel.",
                              parallel.stages.empty() ? "virtual_stages" : "stages",
-                             "\" is set and \"mesh.pipeline\" is 1: there is one stage"));
+                             "\" is set, but \"mesh.pipeline\" is 1, so there is only one stage"));
   }
   const char* of_tensor_ranks = parallel.cut_logits         ? "cut_logits"
                                 : parallel.norms != "whole" ? "norms"
@@ -531,7 +532,7 @@ void Config::resolve(int world_size) {
                                                             : nullptr;
   if (mesh.tensor == 1 && of_tensor_ranks != nullptr) {
     throw ConfigError(concat("[plan::Config::resolve] \"parallel.", of_tensor_ranks,
-                             "\" is set and \"mesh.tensor\" is 1: nothing is cut"));
+                             "\" is set, but \"mesh.tensor\" is 1, so nothing is cut"));
   }
   if (!monitor.machine.empty()) read_machine(monitor.machine, Machine());
   resolve_mesh(world_size, &mesh);

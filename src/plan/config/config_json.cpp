@@ -105,8 +105,12 @@ std::string Config::json(int indent) const {
   out["memory"] = {{"device_bytes", or_null(memory.device_bytes, -1)},
                    {"host_bytes", or_null(memory.host_bytes, -1)}};
   out["activations"] = {{"checkpoint", checkpoint_json(activations.checkpoint)}};
-  out["loss_scale"] = {
-      {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
+  out["loss_scale"] = {{"initial", loss_scale.initial},
+                       {"window", loss_scale.window},
+                       {"min", loss_scale.min},
+                       {"settle", loss_scale.settle},
+                       {"hysteresis", loss_scale.hysteresis},
+                       {"refill", loss_scale.refill}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},
                   {"accumulate", or_null(batch.accumulate, 0)},
                   {"global", or_null(batch.global, 0)},

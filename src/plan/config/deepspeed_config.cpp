@@ -42,13 +42,7 @@ Json parse(const std::string& text) {
 
 // Returns whether the value of a refused key selects the behaviour that the engine has anyway.
 bool is_harmless(const std::string& key, const Json& value) {
-  static const std::map<std::string, Json> kUsual = {
-      {"optimizer.params.bias_correction", true},
-      {"data_types.grad_accum_dtype", "fp32"},
-  };
-  const auto usual = kUsual.find(key);
-  if (usual != kUsual.end())
-    return usual->second == value || (usual->second.is_number() && value == 0);
+  if (key == "optimizer.params.bias_correction") return value == true;
   return value == false || value == 0 || value == "" || value == "none" || value == "mean" ||
          value == "auto" || (value.is_structured() && value.empty());
 }
@@ -136,6 +130,11 @@ void refuse(const Leaves& given, const std::string& key, const std::string& allo
   fail_deepspeed(concat("\"", key, "\" is ", given.find(key)->dump(), "; allowed: ", allowed));
 }
 
+std::string precision_of(const std::string& dtype) {
+  if (dtype.find("bf") != std::string::npos) return "bf16";
+  return dtype.ends_with("16") || dtype == "half" ? "fp16" : "fp32";
+}
+
 // Refuses combinations of values that DeepSpeed refuses.
 void check_together(const Leaves& given, const Json& config) {
   const std::string zero = "zero_optimization.";
@@ -158,7 +157,15 @@ void check_together(const Leaves& given, const Json& config) {
         concat("\"", zero, "compute_grad_norm\" is false; allowed: true at stage ", stage));
   if (given.number(zero + "offload_optimizer.ratio", 1.0) < 1.0 && stage != 3)
     refuse(given, zero + "offload_optimizer.ratio", concat("1.0 at stage ", stage));
-  if (!given.flag("fp16.enabled", false) || given.number("fp16.loss_scale", 0.0) > 0) return;
+  if (given.text("gradient_allreduce_op", "mean") == "sum" && stage == 3)
+    refuse(given, "gradient_allreduce_op",
+           "\"mean\", because \"sum\" is not supported with ZeRO stage 3");
+  const bool bf16 = given.flag("bf16.enabled", false), fp16 = given.flag("fp16.enabled", false);
+  const std::string precision = bf16 ? "bf16" : fp16 ? "fp16" : "fp32";
+  if (precision_of(given.text("data_types.param_dtype", precision)) != precision)
+    refuse(given, "data_types.param_dtype",
+           concat("\"", precision, "\", which bf16.enabled and fp16.enabled set"));
+  if (!fp16 || given.number("fp16.loss_scale", 0.0) > 0) return;
   for (const char* key : {"fp16.loss_scale_window", "fp16.min_loss_scale"}) {
     if (given.whole(key, 1) <= 0) refuse(given, key, "a whole number of at least 1");
   }
@@ -228,7 +235,8 @@ void take_offload(const Leaves& given, Json& native) {
   };
   take("offload_optimizer", "cpu_offload", "optimizer");
   const bool older = given.flag(zero + "cpu_offload_params", false);
-  take("offload_param", older ? "cpu_offload_params" : "cpu_offload_param", "params");
+  if (given.whole(zero + "stage", 0) == 3)
+    take("offload_param", older ? "cpu_offload_params" : "cpu_offload_param", "params");
   if (!offload.empty()) native["offload"] = offload;
 }
 
@@ -243,11 +251,21 @@ void take_precision(const Leaves& given, Json& native) {
     refuse(given, "fp16.loss_scale", "0, or a number from 1 to 2^40");
   const int64_t power = given.whole("fp16.initial_scale_power", 16);
   if (power < 0 || power > 40) refuse(given, "fp16.initial_scale_power", "0 to 40");
-  const double initial = fixed > 0 ? fixed : static_cast<double>(int64_t{1} << power);
+  if (fixed > 0) {
+    native["loss_scale"] = {{"initial", fixed}, {"window", 0}};
+    return;
+  }
+  const double initial = static_cast<double>(int64_t{1} << power);
   native["loss_scale"] = {
       {"initial", initial},
-      {"window", fixed > 0 ? 0 : given.whole("fp16.loss_scale_window", 1000)},
-      {"min", std::min(initial, std::max(1.0, given.number("fp16.min_loss_scale", 1.0)))}};
+      {"window", given.whole("fp16.loss_scale_window", 1000)},
+      {"min", std::min(initial, std::max(1.0, given.number("fp16.min_loss_scale", 1.0)))},
+      {"settle", 1}};
+  if (given.whole("zero_optimization.stage", 0) == 0) return;
+  const bool consecutive = given.flag("fp16.consecutive_hysteresis", false);
+  native["loss_scale"]["hysteresis"] = std::max<int64_t>(1, given.whole("fp16.hysteresis", 2));
+  native["loss_scale"]["refill"] = consecutive ? "step" : "growth";
+  native["nonfinite"] = "error";  // only if the scale is exhausted
 }
 
 // DeepSpeed's names of optimizers, with the native names and DeepSpeed's defaults.
@@ -282,7 +300,9 @@ void take_optimizer(const Leaves& given, Json& native) {
            "\"Adam\", \"AdamW\", \"Lion\", \"Adagrad\", \"SGD\"; or pass a torch optimizer");
   Json optimizer = {{"type", kind->native}};
   optimizer.update(kind->defaults);
-  if (type == "adamw" && given.flag("optimizer.params.torch_adam", false)) {
+  const bool decays = given.flag("optimizer.params.adam_w_mode", true);
+  const bool decoupled = type == "adamw" || (type == "adam" && decays);
+  if (decoupled && given.flag("optimizer.params.torch_adam", false)) {
     optimizer["weight_decay"] = 0.01;  // the default of torch.optim.AdamW
   }
   for (const char* key :
@@ -290,8 +310,7 @@ void take_optimizer(const Leaves& given, Json& native) {
     const Json* value = given.find(concat("optimizer.params.", key));
     if (value != nullptr) optimizer[key] = *value;
   }
-  if (type == "adam" && !given.flag("optimizer.params.adam_w_mode", true))
-    optimizer["type"] = "Adam";
+  if (type == "adam" && !decoupled) optimizer["type"] = "Adam";
   if (low) optimizer["moments_dtype"] = "bf16";
   native["optimizer"] = optimizer;
 }
@@ -321,13 +340,13 @@ Json native_of(const Leaves& given, int world) {
   const int sequence = sequence_of(given, data);
   if (tensor > 1) native["mesh"]["tensor"] = tensor;
   if (sequence > 1) native["mesh"]["sequence"] = sequence;
+  native["nonfinite"] = "skip";
   take_strategy(given, data, native);
   take_offload(given, native);
   take_precision(given, native);
   take_optimizer(given, native);
   take_batch(given, data / sequence, native);
   native["clip"] = std::max(0.0, given.number("gradient_clipping", 1.0));  // negative: off
-  native["nonfinite"] = "skip";
   const int64_t ahead = given.whole("zero_optimization.stage3_prefetch_bucket_size", 0);
   if (ahead > 0)
     native["prefetch_bytes"] =
@@ -409,9 +428,10 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
   translated.values = config.dump();
   translated.native = native_of(leaves, world).dump();
   for (GivenKey& key : translated.given) {
-    const bool groups =
-        key.key.ends_with("zero_hpz_partition_size") || key.key.ends_with("mics_shard_size");
-    if (groups && leaves.whole("zero_optimization.stage", 0) < 3) {
+    const bool shards = key.key.ends_with("zero_hpz_partition_size") ||
+                        key.key.ends_with("mics_shard_size") ||
+                        key.key.find("offload_param") != std::string::npos;
+    if (shards && leaves.whole("zero_optimization.stage", 0) < 3) {
       key.fate = kNoEffect;
       key.note = "parameters are not sharded below stage 3";
     }

@@ -64,6 +64,9 @@ constexpr ValueRow choice(const char* key, ValueType type, const char* choices, 
   return {key, type, -kAny, kAny, null, choices};
 }
 
+constexpr const char* kDtypes =
+    "fp32 float32 float torch.float32 fp16 float16 half torch.float16 bf16 bfloat16 torch.bfloat16";
+
 constexpr ValueRow kRows[] = {
     {"train_batch_size", kCount, 1, kAny, true},
     {"train_micro_batch_size_per_gpu", kCount, 1, kAny, true},
@@ -180,6 +183,8 @@ constexpr ValueRow kRows[] = {
     {"activation_checkpointing", kSection},
     {"autotuning", kSection},
     {"data_types", kSection},
+    choice("data_types.grad_accum_dtype", kExact, kDtypes, true),
+    choice("data_types.param_dtype", kExact, kDtypes, true),
     {"data_efficiency", kSection},
     {"pipeline", kSection},
     {"checkpoint", kSection},

@@ -325,8 +325,9 @@ std::string mesh_text(const MeshQuestion& question, const std::vector<MeshAltern
       question.nodes, " nodes of ", question.per_node, " ranks; ", question.batch,
       " samples a step of ", question.shape.sequence, " tokens; each rank has ",
       question.asked.room.text(), "\n",
-      "mesh: tensor x pipeline x data; state as the engine counts, activations are an estimate\n",
-      "not tried: hpz, mics, sequence ranks, and offload but that of --config\n",
+      "mesh: tensor x pipeline x data; state as the engine counts it; activations are an "
+      "estimate\n",
+      "not tried: hpz, mics, sequence ranks, and any offload other than that of --config\n",
       "mesh           v    state  opt/params acts   micro     state       activations    s/step  "
       "fits\n");
   std::string why;

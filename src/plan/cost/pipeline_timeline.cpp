@@ -305,7 +305,7 @@ double simulated_bubble(const std::string& schedule, int num_ranks, int num_micr
   const auto num_stages = static_cast<int>(stages.size());
   if (num_ranks < 1 || num_stages % num_ranks != 0) {
     throw ConfigError(concat("[plan::simulated_bubble] ", num_stages, " stages on ", num_ranks,
-                             " ranks: the stages must be a multiple of the ranks"));
+                             " ranks: the number of stages must be a multiple of that of ranks"));
   }
   Machine machine;
   machine.flops = 1;  // one FLOP is one second

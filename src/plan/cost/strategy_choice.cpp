@@ -259,9 +259,9 @@ void refuse(const Alternative& chosen, const std::vector<Alternative>& others, c
       fits != others.end()
           ? "this fits: " + fits->text()
           : "no strategy and no offload fits: use more ranks, allow more (memory.device_bytes, "
-            "memory.host_bytes; without them the free memory that was found counts), or set keys "
-            "that are not chosen automatically (a smaller offload.window_bytes or prefetch_bytes, "
-            "tiling, units)";
+            "memory.host_bytes; without them the limit is the free memory that was found), or set "
+            "keys that are not chosen automatically (a smaller offload.window_bytes or "
+            "prefetch_bytes, tiling, units)";
   throw ConfigError(concat("[plan::refuse] ", chosen.text(), " needs ", join(needs, " and "),
                            " on each rank; ", instead));
 }
@@ -279,8 +279,8 @@ std::string advice(const Question& question, const ModelDesc& model, const Offlo
     return one.fits && current != all.end() && one.*bytes < (*current).*bytes;
   });
   const std::string beyond =
-      " (the prediction does not contain gathered(), weights read outside their module, and units "
-      "that run in another order than the model lists them)";
+      " (the prediction does not include gathered(), weights that are read outside their module, "
+      "or units that do not run in the order in which the model lists them)";
   if (less == all.end()) {
     return concat("no offload that fits needs less: use more ranks or allow more", beyond);
   }

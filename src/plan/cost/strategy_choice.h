@@ -21,7 +21,8 @@ struct Question {
   std::vector<std::string> gradients{};
 };
 
-// Leaves every offload tier of the question open. "Nothing fits" is true only of such a question.
+// Leaves every offload tier of the question open. Only then does an empty answer mean that nothing
+// fits.
 void open_all(Question& question);
 
 // Returns the alternatives that can run, the best first: those that fit with room to spare, then

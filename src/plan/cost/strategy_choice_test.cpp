@@ -164,8 +164,8 @@ TEST(Choice, AdviceTakesLessOfWhatRanOut) {
   const Question asked = open_question({});
   const OffloadConfig now = Config::parse("{}").offload;
   const std::string beyond =
-      " (the prediction does not contain gathered(), weights read outside their module, and units "
-      "that run in another order than the model lists them)";
+      " (the prediction does not include gathered(), weights that are read outside their module, "
+      "or units that do not run in the order in which the model lists them)";
   EXPECT_EQ(advice(asked, blocks(), now, &Alternative::device).find("strategy \"zero3\""), 0u);
   EXPECT_NE(advice(asked, blocks(), now, &Alternative::device).find(" predicted, not 31.00 KiB"),
             std::string::npos);

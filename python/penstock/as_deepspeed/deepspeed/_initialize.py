@@ -10,25 +10,15 @@ import torch
 
 from penstock import ConfigError
 
-from ._missing_name import TENSOR
+from ._refusal import DeepSpeedRefusal
 from .comm.comm import get_world_size, init_distributed
 from .git_version_info import git_hash, version
 from .runtime.engine import DeepSpeedEngine
 from .runtime.pipe.engine import PipelineEngine
 from .runtime.pipe.module import PipelineModule
 from .runtime.sequence_parallel.parallel_state_sp import SequenceGrid
-from .utils.logging import log_dist
-
-# Size method of an mpu -> the alternative to an mpu.
-_WHOLE = f"pass the uncut model without mpu, and {TENSOR}"
-_OF_AN_MPU = {
-    "get_model_parallel_world_size": _WHOLE,
-    "get_tensor_model_parallel_world_size": _WHOLE,
-    "get_pipe_parallel_world_size": "use a deepspeed.pipe.PipelineModule",
-    "get_pipeline_model_parallel_world_size": "use a deepspeed.pipe.PipelineModule",
-}
-
-_ALIAS = "get_model_parallel_world_size"
+from .utils.bwc import bwc_pipeline_parallel_world_size
+from .utils.logging import log_dist, log_dist_once
 
 
 def initialize(  # noqa: PLR0913 - DeepSpeed's signature
@@ -58,7 +48,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
         lr_scheduler: a scheduler, which is stepped after each update, or a callable that creates
             one from the optimizer; default: the config's scheduler.
         distributed_port: rank 0's port if no launcher sets it.
-        mpu: gives the groups of ranks that share sequences; its other sizes must be 1.
+        mpu: gives the groups of ranks that share sequences, or of ranks over which the model's own
+            modules cut parameters (docs/deepspeed.md). It must have one stage.
         dist_init_required: False to leave torch.distributed as it is.
         collate_fn: passed to the loader.
         config: a dict, a path, JSON text, or base64 of JSON text.
@@ -90,6 +81,10 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
         collate_fn=collate_fn,
         config=given,
     )
+    taken = [f"{one.key}: {one.note}" for one in engine._config.translated.given
+             if one.fate == "taken" and one.note]  # fmt: skip
+    if taken:
+        log_dist_once("keys of the config in effect: " + "; ".join(taken), ranks=[0])
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -97,7 +92,7 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
     of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = [one for one in (config, config_params, of_args) if one is not None]
     if not given:
-        raise ConfigError(
+        raise DeepSpeedRefusal(
             "[deepspeed::initialize] no config: pass config=, or args with deepspeed_config"
         )
     if len(given) > 1 and of_args is not None:
@@ -110,7 +105,7 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
 
 def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(
+        raise DeepSpeedRefusal(
             f"[deepspeed::initialize] model is a {type(model).__name__}, not an nn.Module"
         )
     if isinstance(model, PipelineModule) and (mpu or mesh_param) is not None:
@@ -124,15 +119,12 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
     for name in ("get_sequence_parallel_group", "get_sequence_parallel_rank"):
         if sequence is not None and sequence() > 1 and not hasattr(mpu, name):
             raise ConfigError(f"[deepspeed::initialize] the mpu has sequence ranks and no {name}()")
-    for name, instead in _OF_AN_MPU.items():
-        size = getattr(mpu, name, None)
-        if name == _ALIAS and hasattr(mpu, "initialize_sequence_parallel"):
-            size = None  # here it is another name for the number of sequence ranks
-        if callable(size) and size() > 1:
-            raise ConfigError(
-                f"[deepspeed::initialize] the mpu's {name}() is {size()}; only 1 is supported: "
-                f"{instead}"
-            )
+    stages = bwc_pipeline_parallel_world_size(mpu)
+    if stages > 1:
+        raise ConfigError(
+            f"[deepspeed::initialize] the mpu has {stages} stages; only 1 is supported: use a "
+            f"deepspeed.pipe.PipelineModule"
+        )
 
 
 def _of_mesh(mesh_param: Any) -> SequenceGrid:

@@ -15,6 +15,7 @@ from torch.distributed import device_mesh
 
 from penstock import ConfigError
 from penstock.front import process_group
+from penstock.monitor.deepspeed_comms import CommsLogger, timed
 
 from .. import _table
 
@@ -195,17 +196,11 @@ def all_gather_into_tensor(
     return dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
 
 
-allgather_fn = all_gather_into_tensor
-
-
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM,
     group: Any = None, async_op: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
-
-
-reduce_scatter_fn = reduce_scatter_tensor
 
 
 def all_gather_coalesced(
@@ -228,12 +223,38 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
     return dist.barrier(group, async_op)
 
 
-def configure(deepspeed_config: Any = None, **_: Any) -> None:
-    """Accepted, without effect: there is no communication logger. `penstock status` shows waits."""
+comms_logger = CommsLogger()
+# Name -> position of the tensor that is sent, or of the list of them.
+_LOGGED = {
+    "broadcast": 0, "all_reduce": 0, "inference_all_reduce": 0, "all_gather": 1, "send": 0,
+    "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1, "recv": 0,
+    "all_to_all": 1, "reduce": 0, "reduce_scatter": 1, "gather": 0, "isend": 0, "irecv": 0,
+    "barrier": 9, "all_reduce_coalesced": 0, "all_gather_coalesced": 1, "batch_isend_irecv": 0,
+}  # fmt: skip
+for _name, _sent in _LOGGED.items():
+    globals()[_name] = timed(comms_logger, globals().get(_name) or getattr(dist, _name), _sent)
+allgather_fn, reduce_scatter_fn = all_gather_into_tensor, reduce_scatter_tensor
 
 
-def log_summary(show_straggler: bool = False) -> None:
-    """Does nothing: see configure()."""
+def configure(deepspeed_config: Any = None, **settings: Any) -> None:
+    """Configures the logger of this module's collectives.
+
+    Args:
+        deepspeed_config: a DeepSpeedConfig, of which the section comms_logger counts.
+        settings: enabled, prof_all, prof_ops, verbose, debug; None keeps a setting.
+    """
+    if deepspeed_config is not None:
+        comms_logger.configure(deepspeed_config)
+    for key, value in settings.items():
+        if value is not None:
+            setattr(comms_logger, key, value)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
+    """Prints the logger's table on rank 0: see CommsLogger.log_all(). All ranks call it."""
+    dist.barrier()
+    shows = get_rank() == 0
+    return comms_logger.log_all(shows, show_straggler, return_dict)
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:

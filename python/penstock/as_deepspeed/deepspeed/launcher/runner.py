@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import os
@@ -9,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.launch import exports, hostfile
+from penstock.launch import arguments, exports, hostfile
 
-EXPORT_ENVS = list(exports.PREFIXES)
+EXPORT_ENVS = list(exports.PREFIXES)  # a script may add to it
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 DLTS_HOSTFILE = hostfile.DEFAULT
 PDSH_LAUNCHER = "pdsh"
@@ -29,18 +30,22 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     return {host.name: host.slots for host in hostfile.read_hostfile(hostfile_path)}
 
 
+def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
+    return {one.name: one.slots for one in hostfile.parse_hostfile(hostfile_lines, "hostfile")}
+
+
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
     """Returns the slots of each host that a filter of --include or --exclude leaves.
 
-    Raises ConfigError, as `penstock run` does, for a filter that is wrong or leaves nothing.
+    Raises ValueError, as `penstock run` does, for a wrong filter.
     """
     hosts = [
         hostfile.Host(name, max(slots, default=-1) + 1, "host_info")
         for name, slots in host_info.items()
     ]
-    nodes = hostfile.select(hosts, include_str, exclude_str)
+    nodes = hostfile.kept(hosts, include_str, exclude_str)
     kept = {node.name: [one for one in node.slots if one in host_info[node.name]] for node in nodes}
     return {name: slots for name, slots in kept.items() if slots}
 
@@ -59,8 +64,25 @@ def encode_world_info(world_info: Any) -> str:
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Starts the ranks of a script. Returns the exit code."""
-    from penstock.launch import deepspeed_main  # noqa: PLC0415 - importing this module stays cheap
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line of `deepspeed`. Options not given have DeepSpeed's defaults."""
+    parser = argparse.ArgumentParser(prog="deepspeed")
+    arguments.add_options(parser, "deepspeed")
+    parser.set_defaults(hostfile=DLTS_HOSTFILE, launcher=PDSH_LAUNCHER, master_port=29500)
+    found = parser.parse_args(args)
+    found.user_script, found.user_args, found.as_deepspeed = found.script, found.args, True
+    return found
 
-    return int(deepspeed_main(sys.argv[1:] if args is None else args))
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Starts the ranks of a script. Returns the exit code.
+
+    Raises ValueError or RuntimeError for options that do not fit each other or this machine.
+    """
+    from penstock.launch import command  # noqa: PLC0415 - importing this module stays cheap
+
+    given = command.parse(sys.argv[1:] if args is None else args)
+    given.export_prefixes = EXPORT_ENVS
+    if not given.hostfile and os.path.isfile(DLTS_HOSTFILE):
+        given.hostfile = DLTS_HOSTFILE
+    return command.run(given)

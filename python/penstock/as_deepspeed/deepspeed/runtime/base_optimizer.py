@@ -10,6 +10,8 @@ import torch
 
 from penstock import ConfigError, RuntimeFault
 
+from .fp16.loss_scaler import EngineLossScale
+
 
 class _State(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
     """The optimizer state by parameter: copies of this rank's elements."""
@@ -51,6 +53,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     Attributes:
         optimizer: the torch optimizer with the parameter groups.
     """
+
+    custom_loss_scaler = False
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self._engine = weakref.ref(engine)
@@ -95,14 +99,24 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     cur_scale = loss_scale
 
+    def _get_loss_scale(self) -> float:
+        return self.loss_scale
+
+    @property
+    def loss_scaler(self) -> EngineLossScale:
+        """The loss scale with its settings, and the count of steps."""
+        return EngineLossScale(self._ours())
+
+    loss_scale_config = loss_scaler
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype:
+        return torch.float16 if self._ours().fp16_enabled() else torch.bfloat16
+
     @property
     def dynamic_loss_scale(self) -> bool:
         native = self._ours().native
         return bool(native.config.precision == "fp16" and native.config.loss_scale.window > 0)
-
-    @property
-    def custom_loss_scaler(self) -> bool:
-        return False
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
@@ -150,6 +164,13 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             "[deepspeed::optimizer] load_state_dict() is not supported, since the engine keeps the "
             "state: load it with engine.load_checkpoint()"
         )
+
+    def offload_states(self, *args: Any, **options: Any) -> None:
+        """See the engine's method."""
+        self._ours().offload_states(*args, **options)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """See the engine's method."""
 
     def refresh_fp32_params(self) -> None:
         """Does nothing: the engine finds edits of parameters between steps by itself."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import types
@@ -15,6 +17,8 @@ from penstock._native import _penstock
 from penstock.front import config_file
 from penstock.monitor.deepspeed_config import get_monitor_config
 
+from .precision_config import get_bfloat16_config, get_float16_config
+
 SEQUENCE = (
     'set "sequence_parallel_size" and give each rank its tokens; {"mesh": {"sequence": N}} is for '
     "penstock.initialize(), which takes whole sequences (docs/parallel.md)"
@@ -23,10 +27,21 @@ DeepSpeedConfigError = ConfigError
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """Reads a config: a dict, JSON text, a path, or base64 of the text. Comments are allowed."""
+    """Reads a config: a dict, JSON text, a path, or base64 of the text. Comments are allowed.
+
+    Text in HJSON is read if the package hjson is installed.
+    """
     if isinstance(config, Mapping):
         return dict(config)
-    found: dict[str, Any] = json.loads(_penstock.plain_json(config_file.text_of(config)))
+    text = config_file.text_of(config)
+    found: dict[str, Any]
+    try:
+        found = json.loads(_penstock.plain_json(text))
+    except ConfigError as error:
+        if "twice" in str(error) or importlib.util.find_spec("hjson") is None:
+            raise
+        hjson: Any = importlib.import_module("hjson")
+        found = hjson.loads(text, object_pairs_hook=config_file.once)
     return found
 
 
@@ -60,8 +75,8 @@ class DeepSpeedConfig:
             config: see as_dict().
             mpu: sets the number of sequence ranks, if it has any.
             mesh_device: accepted, without effect.
-            own: sections of Penstock's config that the model sets (a pipeline). Settings in the
-                config have precedence.
+            own: sections of Penstock's config that the model or the mpu sets (stages, tensor
+                ranks). Settings in the config have precedence.
 
         Raises:
             ConfigError: a key or value is wrong or not supported.
@@ -72,8 +87,9 @@ class DeepSpeedConfig:
         kept = {key: value for key, value in given.items() if key not in left_out}
         kept |= _sequence_ranks(given, mpu)
         text = json.dumps(config_file.finite(kept))
-        stages = (own or {}).get("mesh", {}).get("pipeline", 1)
-        self.native, self.translated = config_file.translate(text, config_file.world() // stages)
+        mesh = (own or {}).get("mesh", {})
+        together = mesh.get("pipeline", 1) * mesh.get("tensor", 1)
+        self.native, self.translated = config_file.translate(text, config_file.world() // together)
         _refuse_left_over(self.translated.left_over)
         read: dict[str, Any] = json.loads(self.translated.values)
         for section, values in (own or {}).items():
@@ -100,9 +116,24 @@ class DeepSpeedConfig:
         self.optimizer_params = given.get("optimizer", {}).get("params")
         self.scheduler_name = read.get("scheduler", {}).get("type")
         self.scheduler_params = read.get("scheduler", {}).get("params")
-        self.wall_clock_breakdown = bool(read.get("wall_clock_breakdown", False))
+        self._take_output(read)
         self.managed_gradient_accumulation = read.get("managed_gradient_accumulation", True)
         self.dataloader_drop_last = bool(read.get("dataloader_drop_last", False))
+
+    def _take_output(self, read: dict[str, Any]) -> None:
+        """Takes what is printed, and the sections that DeepSpeed's engine has as objects."""
+        flops = read.get("flops_profiler") or {}
+        self.wall_clock_breakdown = bool(
+            read.get("wall_clock_breakdown", False) or flops.get("enabled", False)
+        )
+        self.memory_breakdown = bool(read.get("memory_breakdown", False))
+        self.log_level = read.get("log_level")
+        self.gradient_allreduce_op = read.get("gradient_allreduce_op", "mean")
+        self.grad_accum_dtype = (read.get("data_types") or {}).get("grad_accum_dtype")
+        self.float16_config = get_float16_config(read)
+        self.bfloat16_config = get_bfloat16_config(read)
+        made: Any = importlib.import_module("..comm.config", __package__)
+        self.comms_logger = made.CommsLoggerConfig(**read.get("comms_logger", {}))
 
     def _take_sequence_ranks(self, batch: Any) -> int:
         """Returns the number of sequence ranks and removes it from the native config.

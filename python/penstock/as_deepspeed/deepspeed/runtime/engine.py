@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
 from logging import WARNING
 from typing import Any
 
@@ -17,89 +16,42 @@ from torch.utils import _pytree as _tree
 
 import penstock
 from penstock import ConfigError
-from penstock._native import _penstock
 from penstock.front import optimizer as optimizers
 from penstock.front import schedules
 from penstock.front.engine import engine_of
+from penstock.launch import autotuning
 from penstock.monitor.deepspeed import step_events
 
+from .._refusal import DeepSpeedRefusal
 from ..comm.comm import get_rank, get_world_size
 from ..monitor.monitor import MonitorMaster
+from ..ops.adam import FusedAdam
 from ..utils import groups
+from ..utils.bwc import bwc_tensor_model_parallel_group
 from ..utils.logging import log_dist
-from ..utils.timer import SynchronizedWallClockTimer
-from .base_optimizer import ZeROOptimizer
 from .config import DeepSpeedConfig, make_folder
+from .cut_parameters import CutParameters, own_settings, tensor_ranks_of
 from .engine_checkpoints import EngineCheckpoints
 from .engine_settings import EngineSettings
+from .engine_setup import check_arguments, optimizer_of, say_setup, warn_of
+from .engine_timers import EngineClock
+from .engine_windows import EngineWindows
+from .fp16.fused_optimizer import FP16_Optimizer
+from .fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from .layer_specs import rules_of
 from .pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from .sequence_parallel.parallel_state_sp import SequenceGrid
-from .zero.partition_parameters import mark
-from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3, mark_model
 from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 _ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # those that are not destroyed
-# Keys without effect in a penstock.Engine that this engine implements.
-_TAKEN_HERE = ("steps_per_print", "dataloader_drop_last", "fp16.auto_cast")
+_NOTHING = contextlib.nullcontext()
 
 
 def _halved(value: Any) -> Any:
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.half() if floats else value
-
-
-def _warn_of(translated: Any) -> None:
-    """Issues one warning on rank 0 that lists all keys without effect, grouped by reason."""
-    by_note: dict[str, list[str]] = {}
-    for one in translated.given:
-        if one.fate == "no effect" and one.key not in _TAKEN_HERE:
-            by_note.setdefault(one.note, []).append(one.key)
-    if by_note and get_rank() == 0:
-        lines = [f"  {', '.join(keys)}: {note}" for note, keys in by_note.items()]
-        warnings.warn(
-            "[deepspeed::initialize] keys of the config without effect:\n" + "\n".join(lines),
-            UserWarning,
-            stacklevel=5,
-        )
-
-
-def _need_managed(managed: bool, name: str) -> None:
-    if not managed:
-        raise ConfigError(
-            f"[deepspeed::{name}] not supported if managed_gradient_accumulation is false, as in "
-            f"DeepSpeed, because each step() then ends a window"
-        )
-
-
-def _optimizer_of(
-    config: DeepSpeedConfig, model: torch.nn.Module, given: Any, parameters: Any
-) -> tuple[Any, dict[str, Any]]:
-    """Returns the torch optimizer (None if there is none) and the native config for it."""
-    native = dict(config.native)
-    section = native.pop("optimizer", None)
-    if isinstance(given, ZeROOptimizer):
-        raise ConfigError("[deepspeed::initialize] the optimizer belongs to another engine")
-    chosen = [one for one in model.parameters() if one.requires_grad]
-    if parameters is not None:
-        chosen = list(parameters)
-    if given is not None:
-        if not isinstance(given, torch.optim.Optimizer) and callable(given):
-            given = given(chosen)
-        low = not getattr(given, "fp32_optimizer_states", True)
-        if low or "moments_dtype" in (section or {}):
-            native["optimizer"] = {"moments_dtype": "bf16"}
-        return given, native
-    if config.torch_optimizer is not None:
-        name, params = config.torch_optimizer
-        return getattr(torch.optim, name)(chosen, **params), native
-    if section is None or "type" not in section:
-        return None, native
-    if "moments_dtype" in section:
-        native["optimizer"] = {"moments_dtype": section.pop("moments_dtype")}
-    made = _penstock.Config({"optimizer": section}).optimizer
-    return optimizers.build(made, chosen), native
 
 
 def _close_earlier(model: torch.nn.Module) -> None:
@@ -109,13 +61,15 @@ def _close_earlier(model: torch.nn.Module) -> None:
         if before is not None:
             log_dist("an earlier engine of this model is closed", ranks=[0], level=WARNING)
             before.close()
+            for engine in [one for one in _ENGINES if one.native is before]:
+                engine._give_parts_back()
             before._core.values.set_closed_by(
                 ": deepspeed.initialize() was called again for its model. Use the engine that "
                 "the last call returned"
             )
 
 
-class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
+class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn.Module):
     """Trains one model with the calls of DeepSpeed's engine. `deepspeed.initialize()` creates it.
 
     Attributes:
@@ -148,9 +102,10 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
     ) -> None:
         super().__init__()
         self.mpu = mpu
+        self._parts: CutParameters | None = None  # if the script has cut them itself
         self._config = self._read(config, model)
         self.config = self._config._param_dict
-        _warn_of(self._config.translated)
+        warn_of(self._config.translated)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         self.training_data, self.collate_fn = training_data, collate_fn
         self.module = model
@@ -171,17 +126,20 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self._start(optimizer, model_parameters)
         except BaseException:
             self.monitor.close()
+            self._give_parts_back()
             raise
         _ENGINES.add(self)
-        self._weigh(1.0)
         self._set_groups()
+        self._weigh(1.0)
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self.training_dataloader = (
             None if training_data is None else self._training_loader(training_data)
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        self.timers = SynchronizedWallClockTimer()
+        made = self._clock = EngineClock(self)
+        self.timers, self.tput_timer, self.flops_profiler = made.timers, made.speed, made.profiler
+        say_setup(self)
         self.pipeline_parallelism = self.has_moe_layers = False
         self.enable_backward_allreduce = True
         if self._config.steps_per_print and self.basic_optimizer is not None:
@@ -197,6 +155,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         sequence = self.sequence_parallel_size = self._config.sequence_parallel_size
         self.dp_world_size = self.world_size // tensor // sequence
         self.seq_dp_world_size = self.world_size // tensor
+        adds = self._config._values.get("gradient_allreduce_op") == "sum"
+        self._summed = float(self.seq_dp_world_size if adds else 1)
         self._grid: Any = None
         if tensor > 1:
             places = PipeModelDataParallelTopology(1, tensor, self.dp_world_size)
@@ -225,13 +185,15 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         return self.seq_parallel_group
 
     def _read(self, config: Any, model: torch.nn.Module) -> DeepSpeedConfig:
-        return DeepSpeedConfig(config, mpu=self.mpu)
+        own = own_settings(self.mpu, config)
+        return DeepSpeedConfig(config, mpu=self.mpu, own=own)
 
     def _training_loader(self, dataset: Any) -> Any:
         return self.deepspeed_io(dataset)
 
     def _start(self, given: Any, parameters: Any) -> None:
-        made, native = _optimizer_of(self._config, self.module, given, parameters)
+        check_arguments(self, self._reduction)
+        made, native = optimizer_of(self._config, self.module, given, parameters)
         tensor = native.get("mesh", {}).get("tensor", 1)
         if self._config.sequence_parallel_size > 1 and tensor > 1:
             raise ConfigError(
@@ -252,25 +214,46 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
                 )
             native["parallel"] = {**native.get("parallel", {}), "rules": rules}
         _close_earlier(self.module)
+        if tensor_ranks_of(self.mpu) > 1:  # the model's modules have cut their own parameters
+            native = self._with_parts_joined(native)
         if made is None:  # the weights are only read
             self._frozen = [one for one in self.module.parameters() if one.requires_grad]
-            for param in self._frozen:
-                param.requires_grad_(False)
-            text = "no optimizer: parameters do not require gradients until destroy()"
+            self._set_trainable(False)
+            text = "no optimizer: parameters get no gradients in this engine's forwards"
             log_dist(text, ranks=[0])
         if "path" in native.get("offload", {}):
             make_folder(native["offload"]["path"])
-        self.native = penstock.initialize(self.module, native, optimizer=made)
+        try:
+            self.native = penstock.initialize(self.module, native, optimizer=made)
+        finally:
+            self._set_trainable(True)
         if self._config.zero_optimization_stage == 3:
-            for param in self.module.parameters():
-                mark(param)
+            mark_model(self.module, self._config.zero_config)
         self.basic_optimizer = made
         self.optimizer = self._wrapped(made)
+
+    def _with_parts_joined(self, native: dict[str, Any]) -> dict[str, Any]:
+        """Gives cut parameters their full values, which the engine cuts again in the same way.
+
+        Returns the native config with a rule for each of them.
+        """
+        self._parts = CutParameters(self.module, bwc_tensor_model_parallel_group(self.mpu))
+        self._parts.join()
+        rules = {"rules": self._parts.rules, "verify": "off"}
+        return {**native, "parallel": {**native.get("parallel", {}), **rules}}
+
+    def _give_parts_back(self) -> None:
+        if self._parts is not None:
+            self._parts.give_back()
+            self._parts = None
 
     def _wrapped(self, made: Any) -> Any:
         stage = self._config.zero_optimization_stage
         if made is None or (stage == 0 and "precision" not in self._config.native):
             return made
+        if stage == 0:
+            fused = isinstance(made, FusedAdam)
+            return (FP16_Optimizer if fused else FP16_UnfusedOptimizer)(self, made)
         return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(self, made)
 
     def _scheduler(self, given: Any) -> Any:
@@ -290,7 +273,25 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         if self._auto_cast:
             inputs, kwargs = _tree.tree_map(_halved, (inputs, kwargs))
         self._weigh(1.0)
-        return self.native(*inputs, **kwargs)
+        if self._frozen:
+            return self._without_gradients(inputs, kwargs)
+        self.tput_timer.start()
+        if self._clock.silent:
+            return self.native(*inputs, **kwargs)
+        with self._clock.around("forward"), self._clock.profiled():
+            return self.native(*inputs, **kwargs)
+
+    def _without_gradients(self, inputs: Any, kwargs: Any) -> Any:
+        """Runs the forward of an engine without an optimizer: its parameters get no gradients."""
+        self._set_trainable(False)
+        try:
+            return self.native(*inputs, **kwargs)
+        finally:
+            self._set_trainable(True)
+
+    def _set_trainable(self, trains: bool) -> None:
+        for param in self._frozen:
+            param.requires_grad_(trains)
 
     def _weigh(self, divided_by: float) -> None:
         """Sets how gradients enter the window from a loss that was divided by `divided_by`.
@@ -300,7 +301,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         """
         if self._reduction == "sum":
             weight = divided_by / self.gradient_accumulation_steps()
-            self.native.set_backward_weight(weight)
+            self.native.set_backward_weight(weight * self._summed)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -315,6 +316,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         Returns:
             The loss that was differentiated.
         """
+        self._need_optimizer("backward")
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
         self._losses += 1
@@ -322,9 +324,10 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         others = [one for one in _ENGINES if one is not self]
         for one in others:  # the loss may depend on their parameters too
             one._weigh(steps if scale_wrt_gas else one.gradient_accumulation_steps())
-        self.native.set_backward_weight(1.0)
+        self.native.set_backward_weight(self._summed)
         try:
-            self.native.backward(scaled, retain_graph=retain_graph)
+            with _NOTHING if self._clock.silent else self._clock.around("backward"):
+                self.native.backward(scaled, retain_graph=retain_graph)
         finally:
             for one in (self, *others):
                 one._weigh(1.0)
@@ -337,23 +340,33 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         no_sync() and coalesce_grad_reduction().
         """
         if self._inside:
-            raise ConfigError(
-                f"[deepspeed::step] not allowed inside {self._inside}(), as in DeepSpeed: call "
-                f"step() after the block"
+            raise DeepSpeedRefusal(
+                f"[deepspeed::step] not allowed inside {self._inside}(): It is illegal to call "
+                f"Engine.step() inside {self._inside} context manager. Call it after the block"
             )
         self._applied = False
         self._stepping = True
         try:
-            if self.is_gradient_accumulation_boundary():
-                self.take_model_step(lr_kwargs)
+            ends = self.is_gradient_accumulation_boundary()
+            if ends:
+                with _NOTHING if self._clock.silent else self._clock.around("step"):
+                    self.take_model_step(lr_kwargs)
         finally:
             self._stepping = False
         self.micro_steps += 1
+        self.tput_timer.stop(global_step=ends)
+        if not self._clock.silent:
+            self._clock.log(ends)
+
+    def _need_optimizer(self, name: str) -> None:
+        if self.basic_optimizer is None:
+            raise DeepSpeedRefusal(
+                f"[deepspeed::{name}] the engine was initialized without an optimizer"
+            )
 
     def update(self) -> None:
         """Updates only the weights. Raises ConfigError if the engine has no optimizer."""
-        if self.basic_optimizer is None:
-            raise ConfigError("[deepspeed::step] the engine was initialized without an optimizer")
+        self._need_optimizer("step")
         self._applied = self.native.step(force=True)
         self.last_step_overflowed = not self._applied
 
@@ -382,6 +395,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
             self._report()
+        if "autotuning" in self.config:
+            autotuning.after_step(self, self.config["autotuning"])
 
     def _window_loss(self) -> float | None:
         """Returns the sum of the losses since the last update, as a mean over data ranks.
@@ -410,26 +425,6 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         """Whether the last step() changed the weights."""
         return self._applied
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next step() updates the weights.
-
-        The value of set_gradient_accumulation_boundary() has precedence over the count. Without
-        managed_gradient_accumulation it is True only inside step().
-        """
-        if self._boundary is not None:
-            return self._boundary
-        if not self._managed:
-            return self._stepping
-        return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether step() updates the weights, until the next call of this method.
-
-        Raises ConfigError without managed_gradient_accumulation.
-        """
-        _need_managed(self._managed, "set_gradient_accumulation_boundary")
-        self._boundary = is_boundary
-
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss times the loss scale (fp16), for a plain `.backward()`."""
         scaled: torch.Tensor = self.native.scale(loss)
@@ -445,51 +440,12 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self.native.zero_grad()
             self._losses = 0
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accepted, without effect: gradients accumulate in the same way without it.
-
-        Raises ConfigError with ZeRO 2 and 3, and inside another such block.
-        """
-        if self._config.zero_optimization_stage >= 2:
-            raise ConfigError(
-                "[deepspeed::no_sync] not supported with ZeRO stages 2 and 3, as in DeepSpeed"
-            )
-        with self._open_block("no_sync"):
-            yield
-
-    @contextlib.contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Accepted, without effect: gradients accumulate in the same way without it.
-
-        Raises ConfigError at stage 0, without managed_gradient_accumulation, and inside another
-        such block.
-        """
-        _need_managed(self._managed, "coalesce_grad_reduction")
-        if self._config.zero_optimization_stage == 0:
-            raise ConfigError(
-                "[deepspeed::coalesce_grad_reduction] not supported at stage 0, as in DeepSpeed: "
-                "use no_sync()"
-            )
-        with self._open_block("coalesce_grad_reduction"):
-            yield
-
-    @contextlib.contextmanager
-    def _open_block(self, name: str) -> Iterator[None]:
-        if self._inside:
-            raise ConfigError(
-                f"[deepspeed::{name}] not allowed inside {self._inside}(), as in DeepSpeed"
-            )
-        self._inside = name
-        try:
-            yield
-        finally:
-            self._inside = ""
-
     # ---- state and end
 
     def get_global_grad_norm(self) -> float | None:
         """Returns the gradient norm of the last update, before clipping; None before the first."""
+        if self.last_step_overflowed:
+            return math.inf
         return self.native.grad_norm if self.global_steps > 0 else None
 
     def destroy(self) -> None:
@@ -505,11 +461,9 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.monitor.close()
         try:
             self.native.close()
+            self._give_parts_back()
         except penstock.RuntimeFault as error:
             warnings.warn(f"[deepspeed::destroy] {error}", RuntimeWarning, stacklevel=2)
-        for param in self._frozen:
-            param.requires_grad_(True)
-        self._frozen = []
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError. Compile the model's blocks before initialize() instead."""
@@ -525,7 +479,3 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             if name in ("module", "native"):
                 raise
         return getattr(self.module, name)
-
-    def dump_state(self) -> None:
-        """Prints the config in effect."""
-        print(json.dumps(json.loads(self.native.config.json()), indent=2))

@@ -2,7 +2,7 @@
 
 DIR/TAG holds a Penstock checkpoint (docs/formats.md). It is complete or absent, and loads on any
 number of ranks. It also has files with DeepSpeed's names, for programs that expect them; these
-describe the run and have no tensors.
+describe the run and, if ranks hold whole weights, have the weights in their compute dtype.
 """
 
 from __future__ import annotations
@@ -14,20 +14,29 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable
+from logging import INFO, WARNING
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock import ConfigError, RuntimeFault
+from penstock._native import _penstock
+from penstock.conversion import universal
+from penstock.conversion.convert import state_dict
+from penstock.front.json_values import decode
 
+from ..checkpoint.utils import clone_tensors_for_torch_save
 from ..comm.comm import get_rank, get_world_size
 from ..git_version_info import version
 from ..utils.logging import log_dist, logger
 
 _OURS = "deepspeed"  # the key in client_state with this module's data
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-_MANIFEST = "checkpoint.json"
+
+
+class TagMismatch(ConfigError, AssertionError):
+    """Ranks pass different tags, and "checkpoint.tag_validation" is "Fail"."""
 
 
 def _pickled(value: Any) -> str:
@@ -46,8 +55,8 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _of_ranks(text: str) -> list[str]:
-    """Gathers the texts of all ranks, by rank; returns only one if all are equal."""
+def _of_ranks(text: Any) -> list[Any]:
+    """Gathers the values of all ranks, by rank; returns only one if all are equal."""
     if get_world_size() == 1:
         return [text]
     all_texts: list[Any] = [None] * get_world_size()
@@ -56,18 +65,15 @@ def _of_ranks(text: str) -> list[str]:
 
 
 def _together(work: Callable[[], None]) -> None:
-    """Runs `work` on each rank. If it raises OSError on one rank, all ranks raise RuntimeFault."""
+    """Runs `work` on each rank. If it fails on one rank, all ranks raise RuntimeFault."""
     problem = ""
     try:
         work()
-    except OSError as error:
+    except (OSError, ConfigError, RuntimeFault) as error:
         problem = f"rank {get_rank()}: {error}"
-    problems = [problem]
-    if get_world_size() > 1:
-        problems = [""] * get_world_size()
-        dist.all_gather_object(problems, problem)
+    problems = _of_ranks(problem)
     if any(problems):
-        raise RuntimeFault(f"[deepspeed::save_checkpoint] {next(filter(None, problems))}")
+        raise RuntimeFault(f"[deepspeed::checkpoint] {next(filter(None, problems))}")
 
 
 class EngineCheckpoints:
@@ -91,11 +97,13 @@ class EngineCheckpoints:
 
         Args:
             save_dir: folder of checkpoints, the same on all ranks.
-            tag: the checkpoint's name in the folder; default: "global_stepN".
+            tag: the checkpoint's name in the folder; default: "global_stepN". If ranks pass
+                different ones, "checkpoint.tag_validation" decides: "Fail" raises TagMismatch;
+                "Warn" and "Ignore" use rank 0's.
             client_state: any objects that can be pickled; ranks may have different ones.
             save_latest: write the name to the file `latest`.
-            exclude_frozen_parameters: accepted, without effect: load_checkpoint() needs all
-                parameters.
+            exclude_frozen_parameters: leave out parameters that do not train. Load the checkpoint
+                with load_module_strict=False; these parameters then keep their values.
 
         Returns:
             True.
@@ -103,8 +111,12 @@ class EngineCheckpoints:
         Raises:
             ConfigError, RuntimeFault: see penstock.Engine.save().
         """
+        if not save_dir:
+            raise ConfigError(
+                f"[deepspeed::save_checkpoint] save_dir is {save_dir!r}, not a folder"
+            )
         root = pathlib.Path(save_dir)
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        name = self._one_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         before = self._latest(root)
         kept = {
             "counts": {one: getattr(self, one) for one in _COUNTS},
@@ -117,20 +129,36 @@ class EngineCheckpoints:
             shared = [kept]
             dist.broadcast_object_list(shared, 0)
             kept = shared[0]
-        self.native.save(root, name, client_state={_OURS: json.dumps(kept)})
-        _together(lambda: self._write_names(root / name))
+        client = {_OURS: json.dumps(kept)}
+        self.native.save(root, name, client_state=client, frozen=not exclude_frozen_parameters)
+        _together(lambda: self._write_names(root / name, exclude_frozen_parameters))
         if get_rank() == 0:
-            if not save_latest:
-                self._set_latest(root, before)
+            self._set_latest(root, name if save_latest else before)  # without an end of line
             self._copy_scripts(root)
         _barrier()
         log_dist(f"saved {root / name}", ranks=[0])
         return True
 
+    def _setting(self, key: str, default: Any) -> Any:
+        return self._config._values.get("checkpoint", {}).get(key, default)
+
+    def _one_tag(self, name: str) -> str:
+        """Returns rank 0's tag, after the check that "checkpoint.tag_validation" asks for."""
+        names = _of_ranks(name)
+        if len(names) == 1:
+            return name
+        mode = str(self._setting("tag_validation", "warn")).lower()
+        text = f"[deepspeed::save_checkpoint] the tag differs between ranks: {', '.join(names)}"
+        if mode == "fail":
+            raise TagMismatch(f"{text}. Pass the same tag on every rank")
+        level = WARNING if mode == "warn" else INFO
+        log_dist(f"{text}. All ranks use rank 0's", ranks=[0], level=level)
+        return str(names[0])
+
     @staticmethod
-    def _latest(root: pathlib.Path) -> str | None:
+    def _latest(root: pathlib.Path, file: str = "latest") -> str | None:
         try:
-            return (root / "latest").read_text(encoding="utf-8").strip()
+            return (root / file).read_text(encoding="utf-8").strip()
         except OSError:
             return None
 
@@ -149,17 +177,22 @@ class EngineCheckpoints:
             shutil.copyfile(pathlib.Path(__file__).parents[1] / "utils" / name, root / name)
             (root / name).chmod(0o755)
 
-    def _write_names(self, folder: pathlib.Path) -> None:
-        """Writes the files with DeepSpeed's names, without tensors."""
+    def _write_names(self, folder: pathlib.Path, trained_only: bool) -> None:
+        """Writes the files with DeepSpeed's names. Below stage 3, rank 0's has the weights."""
         stage, bf16 = self._config.zero_optimization_stage, self._config.bfloat16_enabled
+        module = None
+        mesh = self.native.config.mesh
+        if stage < 3 and get_rank() == 0 and mesh.tensor == mesh.pipeline == 1:
+            state = self.module_state_dict(exclude_frozen_parameters=trained_only)
+            module = clone_tensors_for_torch_save(dict(state))
         about = {
-            "module": None,
+            "module": module,
             "ds_config": self._config._param_dict,
             "ds_version": version,
             "dp_world_size": self.dp_world_size,
             "mp_world_size": 1,
             "lr_scheduler": None,
-            "penstock": "the tensors are in *.safetensors: see checkpoint.json",
+            "penstock": "all state is in *.safetensors: see checkpoint.json",
             **{one: getattr(self, one) for one in _COUNTS},
         }
         name = "mp_rank_00_model_states.pt"
@@ -191,8 +224,12 @@ class EngineCheckpoints:
 
         Args:
             load_dir: folder of checkpoints.
-            tag: the checkpoint's name; default: the name in the file `latest`.
-            load_module_strict: accepted, without effect: a missing weight is always an error.
+            tag: the checkpoint's name; default: the name in the file `latest`, or in
+                `latest_universal` if "checkpoint.load_universal" is true. A checkpoint that
+                DeepSpeed wrote is converted first, to TAG.penstock beside it.
+            load_module_strict: False: parameters that do not train keep their values if the
+                checkpoint lacks them. If only weights are loaded, so do all others, and weights
+                that the model lacks are ignored.
             load_optimizer_states: also load masters, moments and counts.
             load_lr_scheduler_states: also load the scheduler's state.
             load_module_only: load only the weights.
@@ -202,8 +239,8 @@ class EngineCheckpoints:
             The checkpoint's folder and its `client_state`; (None, None) if there is no `latest`.
 
         Raises:
-            ConfigError: the checkpoint is missing, belongs to another model, or was written by
-                DeepSpeed itself.
+            ConfigError: the checkpoint is missing, belongs to another model, or cannot be
+                converted.
             RuntimeFault: the checkpoint is damaged.
         """
         if custom_load_fn is not None:
@@ -214,34 +251,65 @@ class EngineCheckpoints:
             logger.warning(f"nothing is loaded: there is no file {root / 'latest'}")
             return None, None
         only = load_module_only or not load_optimizer_states
-        found = self.native.load(root, name, weights_only=only)
+        found = self._load(root, name, only, load_module_strict)
         log_dist(f"loaded {root / name}", ranks=[0])
         if not isinstance(found, dict) or _OURS not in found:  # penstock.Engine or convert wrote it
-            self.global_steps = self.native.steps
+            if not load_module_only:
+                self._take_converted(root / name, load_lr_scheduler_states)
             return str(root / name), found or {}
         kept = json.loads(found[_OURS])
         if not load_module_only:
             self._take(kept, load_lr_scheduler_states)
         return str(root / name), self._client_state(kept["client_state"])
 
+    def _load(self, root: pathlib.Path, name: str, only: bool, strict: bool) -> Any:
+        """Loads the state, or only the weights. Returns client_state."""
+        try:
+            return self.native.load(root, name, weights_only=only, frozen=strict)
+        except ConfigError:
+            if strict or not only:
+                raise
+        state = state_dict(root / name)
+        missing, unexpected = self.native.load_state_dict(state, strict=False)
+        text = f"{root / name} lacks {missing}, and the model lacks {unexpected}"
+        log_dist(text, ranks=[0], level=WARNING)
+        return decode(json.loads(_penstock.CheckpointReader(str(root), name).front)["client_state"])
+
+    def _take_converted(self, path: pathlib.Path, scheduler: bool) -> None:
+        """Takes the counts and the scheduler's state of a checkpoint of another program."""
+        found = _penstock.CheckpointReader(str(path), "")
+        kept, state = json.loads(found.front).get("scheduler"), json.loads(found.state)
+        self.skipped_steps = state["skipped"]
+        self.global_steps = state["steps"] + self.skipped_steps
+        self.global_samples = self.global_steps * self.train_batch_size()
+        if scheduler and self.lr_scheduler is not None and kept is not None:
+            self.lr_scheduler.load_state_dict(decode(kept["state"]))
+
     def _chosen(self, root: pathlib.Path, tag: str | None) -> str | None:
         """Returns the checkpoint's name as seen by rank 0; None if there is no `latest`."""
-        name = str(tag) if tag is not None else self._latest(root)
+        universal_only = tag is None and bool(self._setting("load_universal", False))
+        latest = "latest_universal" if universal_only else "latest"
+        name = str(tag) if tag is not None else self._latest(root, latest)
         if get_world_size() > 1:
             names = [name]
             dist.broadcast_object_list(names, 0)
             name = names[0]
+        if name is None and universal_only:
+            raise ConfigError(
+                f'[deepspeed::load_checkpoint] "checkpoint.load_universal" is true, but there is '
+                f'no file "{root / latest}": make the checkpoint with ds_to_universal'
+            )
         if name is None:
             return None
         if not (root / name).is_dir():
             raise ConfigError(f'[deepspeed::load_checkpoint] there is no "{root / name}"')
-        if not (root / name / _MANIFEST).is_file():
-            raise ConfigError(
-                f'[deepspeed::load_checkpoint] "{root / name}" is not a checkpoint of Penstock: '
-                f"convert it with `penstock convert {root} OUT --tag {name}`, then call "
-                f"load_checkpoint(OUT)"
-            )
-        return name
+        if universal.is_ours(root / name):
+            return name
+        made = root / f"{name}.penstock"
+        log_dist(f"{root / name} is converted to {made}", ranks=[0], level=WARNING)
+        first = get_rank() == 0 and not universal.is_ours(made)
+        _together(lambda: universal.make(root / name, made) if first else None)
+        return made.name
 
     def _take(self, kept: dict[str, Any], scheduler: bool) -> None:
         for one, value in kept["counts"].items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock import ConfigError
 
 from ..utils.loaders import DeepSpeedDataLoader, of_data_rank
+from .zero.offload_states import check_offload
 
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
 
@@ -65,9 +66,29 @@ _GETTERS: dict[str, Callable[[Any], Any]] = {
     "gradient_predivide_factor": _top("gradient_predivide_factor", 1.0),
     "zero_allow_untested_optimizer": _top("zero_allow_untested_optimizer", False),
     "zero_force_ds_cpu_optimizer": _top("zero_force_ds_cpu_optimizer", True),
-    "memory_breakdown": _top("memory_breakdown", False),
+    "memory_breakdown": lambda config: config.memory_breakdown,
+    "log_level": lambda config: config.log_level,
+    "loss_scale": lambda config: config.float16_config.loss_scale,
+    "fp16_auto_cast": lambda config: config.auto_cast,
     "sparse_gradients_enabled": lambda config: False,
-    "dump_state_enabled": _top("dump_state", False),
+    "dump_state": _top("dump_state", False),
+    "zero_compute_grad_norm": _zero("compute_grad_norm", True),
+    "zero_allgather_sequential": _zero("stage3_allgather_sequential", False),
+    "zero_model_persistence_threshold": _zero("stage3_model_persistence_threshold", 2**63 - 1),
+    "zero_module_granularity_threshold": _zero("stage3_module_granularity_threshold", 0),
+    "zero_nvme_offload_optimizer": lambda c: (
+        (_zero("offload_optimizer", None)(c) or {}).get("device") == "nvme"
+    ),
+    "bf16_optimizer_states": _key("bf16", "bf16_optimizer_states", False),
+    "bf16_master_weights_and_gradients": lambda config: False,
+    "fp16_master_weights_and_gradients": lambda config: False,
+    "autotp_size": lambda c: (c._values.get("tensor_parallel") or {}).get("autotp_size", 0),
+    "optimizer_legacy_fusion": lambda config: False,
+    "flops_profiler_profile_step": _key("flops_profiler", "profile_step", 1),
+    "flops_profiler_module_depth": _key("flops_profiler", "module_depth", -1),
+    "flops_profiler_top_modules": _key("flops_profiler", "top_modules", 1),
+    "flops_profiler_detailed": _key("flops_profiler", "detailed", True),
+    "flops_profiler_output_file": _key("flops_profiler", "output_file", None),
     "zero_reduce_scatter": _zero("reduce_scatter", True),
     "zero_overlap_comm": lambda c: _zero("overlap_comm", c.zero_optimization_stage == 3)(c),
     "zero_reduce_bucket_size": _zero("reduce_bucket_size", 500_000_000),
@@ -132,11 +153,9 @@ class EngineSettings:
     dp_world_size: int
     sequence_parallel_size: int
 
-    def __getattr__(self, name: str) -> Any:
-        getter = _GETTERS.get(name)
-        if getter is not None:
-            return lambda: getter(self._config)
-        return super().__getattr__(name)  # type: ignore[misc]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Returns samples per step, samples per micro-batch, and micro-batches per step."""
@@ -179,24 +198,35 @@ class EngineSettings:
         config.train_batch_size = config.train_micro_batch_size_per_gpu * steps * ranks
         self._weigh(1.0)
 
+    def _of_groups(self, key: str) -> list[Any]:
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group.get(key, 0.0) for group in groups]
+
     def get_lr(self) -> list[float]:
         """Returns the learning rate of each parameter group."""
-        return [group["lr"] for group in self.basic_optimizer.param_groups]
+        return self._of_groups("lr")
+
+    def get_type(self) -> list[Any]:
+        """Returns the type of each parameter group, or 0.0."""
+        return self._of_groups("type")
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Returns the times of the last step in milliseconds, with wall_clock_breakdown."""
+        times: dict[str, float] = self._clock.cache
+        return times
 
     def set_lr(self, lr: float) -> None:
         for group in self.basic_optimizer.param_groups:
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        """Returns the momentum or the betas of each parameter group."""
-        groups = self.basic_optimizer.param_groups
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+        """Returns the momentum (of the config's SGD and RMSprop) or the betas of each group."""
+        by_momentum = self.optimizer_name() in ("sgd", "rmsprop")
+        return self._of_groups("momentum" if by_momentum else "betas")
 
     @property
     def cur_scale(self) -> float:
         return float(self.native.loss_scale)
-
-    loss_scale = cur_scale
 
     def deepspeed_io(  # noqa: PLR0913 - DeepSpeed's signature
         self,
@@ -241,12 +271,26 @@ class EngineSettings:
     def empty_partition_cache(self) -> None:
         """Does nothing: gathered parameters are released after their use."""
 
-    def offload_states(self, *_: Any, **__: Any) -> None:
-        """Raises ConfigError. The config sets where states are."""
-        raise ConfigError(
-            "[deepspeed::offload_states] not supported: set where states are in the config "
-            "(offload_optimizer, offload_param)"
-        )
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Checks its arguments. On a CPU all states are in host memory already.
 
-    def reload_states(self, *_: Any, **__: Any) -> None:
+        Raises ConfigError on other devices, and with offload_param.
+        """
+        check_offload(self, include, device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
         """Does nothing: see offload_states()."""
+
+
+def _method(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: look(self._config)
+
+
+for _name, _look in _GETTERS.items():
+    setattr(EngineSettings, _name, _method(_look))

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import random
-import resource
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 from penstock import ConfigError
+from penstock.front.engine import engine_of
 
 from .. import _missing_name
-from ..utils.logging import logger
+from ..accelerator.real_accelerator import get_accelerator
 
 _NORMS = "the engine shards gradients; engine.get_global_grad_norm() returns their norm"
 
@@ -40,10 +40,18 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs the peak resident memory of rank 0's process, if `force` is set."""
-    if force and int(os.environ.get("RANK", "0")) == 0:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        logger.info(f"{message}: peak resident memory {peak:.2f} GB")
+    """Prints the memory of rank 0's process and of its host, if `force` is set.
+
+    On a CPU "MA" is the resident memory of the process, of which no part is cached (CA).
+    """
+    if not force or int(os.environ.get("RANK", "0")) != 0:
+        return
+    host = get_accelerator()
+    own, most = host.memory_allocated() / 2**30, host.max_memory_allocated() / 2**30
+    total, free = host.total_memory(), host.available_memory()
+    print(f"{message}\nMA {own:.2f} GB Max_MA {most:.2f} GB CA {own:.2f} GB Max_CA {most:.0f} GB")
+    used = (total - free) / 2**30
+    print(f"CPU Virtual Memory:  used = {used:.2f} GB, percent = {100 * (1 - free / total):.1f}%")
 
 
 def set_random_seed(seed: int) -> None:
@@ -66,11 +74,14 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 def clip_grad_norm_(
     parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: int = 2, mpu: Any = None
 ) -> Any:
-    """Raises ConfigError. Set gradient_clipping in the config instead."""
-    raise ConfigError(
-        "[deepspeed::clip_grad_norm_] not supported, since the engine shards gradients: set "
-        "gradient_clipping in the config"
-    )
+    """Clips as torch does. Raises ConfigError for the parameters of an engine."""
+    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(engine_of(one) is not None for one in chosen):
+        raise ConfigError(
+            "[deepspeed::clip_grad_norm_] not supported, since the engine shards gradients: set "
+            "gradient_clipping in the config"
+        )
+    return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
 
 
 get_global_norm = _missing_name.function("runtime.utils.get_global_norm", _NORMS)
@@ -181,7 +192,8 @@ def count_used_parameters_in_backward(parameters: Iterable[torch.nn.Parameter]) 
     """Returns how many parameters the backward that is running reaches. Call it in a hook."""
     if torch._C._current_graph_task_id() == -1:
         raise ConfigError("[deepspeed::count_used_parameters_in_backward] no backward is running")
-    reached = {get_gradient_edge(one).node for one in parameters if one.requires_grad}
+    with torch.enable_grad():
+        reached = {get_gradient_edge(one).node for one in parameters if one.requires_grad}
     return sum(torch._C._will_engine_execute_node(node) for node in reached)
 
 

@@ -1,8 +1,9 @@
 """fp32 weights, gradients and optimizer state of one parameter: whole, or this rank's part.
 
-All ranks must call these functions. "Local" values are copies of this rank's elements, flat and
+All ranks must call these functions, except safe_get_local_fp32_param() and
+safe_get_local_optimizer_state(). "Local" values are copies of this rank's elements, flat and
 without padding. The engine shards units, not single parameters, so a rank may have all or none of a
-parameter's elements.
+parameter's elements. Gradients are without the loss scale of fp16.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from penstock import ConfigError
 from penstock.front.engine import Engine, engine_of
 
+from ..comm.comm import get_rank
 from .logging import warning_once
 
 
@@ -27,7 +30,6 @@ class fragment_address:  # noqa: N801 - the name in DeepSpeed's checkpoints
     start: int
 
 
-_AT_ONCE = "safe_set_*_fp32_param: the weight changes at once, not after the next step"
 _NAMES = {"fp32": "param"}
 
 
@@ -88,11 +90,11 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    params: Iterable[torch.nn.Parameter],
+    param_list: Iterable[torch.nn.Parameter],
     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replaces each gradient by `update_func(gradient, parameter)`."""
-    for param in params:
+    """Replaces each gradient by `update_func(gradient, parameter)`, except of frozen parameters."""
+    for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
             safe_set_full_grad(param, update_func(gradient, param))
@@ -124,7 +126,10 @@ def safe_set_local_optimizer_state(
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Returns the elements of the averaged gradient that match this rank's part of the master."""
+    """Returns the elements of the averaged gradient that match this rank's part of the master.
+
+    All ranks must call it, because gradients may still have to be averaged.
+    """
     gradient = safe_get_full_grad(param)
     if gradient is None:
         return None
@@ -133,8 +138,29 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Raises ConfigError. Use safe_set_full_grad() instead."""
-    raise ConfigError("[deepspeed::safe_set_local_grad] not supported: use safe_set_full_grad()")
+    """Replaces the elements that safe_get_local_grad() returns. All ranks must call it.
+
+    Raises ConfigError if the parameter has no gradient, or a rank gives another number of elements.
+    """
+    engine = _engine(param)
+    begin, own = engine.local_state(param, "param")
+    fits = value.numel() == own.numel()
+    # The new gradient, how many ranks give each element, and how many give a wrong number of them.
+    given = torch.zeros(2 * param.numel() + 1, dtype=torch.float32)
+    sums, counts, wrong = torch.split(given, [param.numel(), param.numel(), 1])
+    if fits:
+        sums[begin : begin + own.numel()] = value.detach().flatten().cpu()
+        counts[begin : begin + own.numel()] = 1.0
+    wrong.fill_(float(not fits))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(given)
+    if wrong > 0 or not param.requires_grad:
+        raise ConfigError(
+            f"[deepspeed::safe_set_local_grad] rank {get_rank()} gives {value.numel()} elements of "
+            f"{engine.name_of(param)!r}; needed on each rank: those of safe_get_local_grad(), here "
+            f"{own.numel()}"
+        )
+    safe_set_full_grad(param, (sums / counts).view(param.shape))
 
 
 def get_full_hp_param(self: Any, optim_state_key: str | None = None) -> torch.Tensor | None:

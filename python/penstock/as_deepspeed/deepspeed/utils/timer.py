@@ -1,14 +1,17 @@
-"""Timers for scripts."""
+"""Timers for scripts, and those of the engine (wall_clock_breakdown)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock import ConfigError
+import torch.distributed as dist
 
-from .logging import log_dist
+from penstock.monitor.deepspeed_comms import trim_mean as trim_mean
+
+from .._refusal import DeepSpeedRefusal
+from .logging import logger
 
 
 class SynchronizedWallClockTimer:
@@ -19,24 +22,41 @@ class SynchronizedWallClockTimer:
 
         def __init__(self, name: str) -> None:
             self.name_, self.started_ = name, False
-            self._since, self._spent = 0.0, 0.0
+            self._since, self._spent = 0.0, list[float]()
 
         def start(self) -> None:
+            """Raises DeepSpeedRefusal if the timer runs already."""
+            if self.started_:
+                raise DeepSpeedRefusal(f"[deepspeed::timer] {self.name_} has already been started")
             self.started_, self._since = True, time.perf_counter()
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            spent = (time.perf_counter() - self._since) * 1e3
-            self._spent = spent if reset else self._spent + spent
+            """Raises DeepSpeedRefusal if the timer does not run."""
+            if not self.started_:
+                raise DeepSpeedRefusal(f"[deepspeed::timer] {self.name_} is not started")
+            if reset:
+                self._spent.clear()
+            self._spent.append((time.perf_counter() - self._since) * 1e3)
             self.started_ = False
 
         def reset(self) -> None:
-            self.started_, self._spent = False, 0.0
+            self.started_ = False
+            self._spent.clear()
 
         def elapsed(self, reset: bool = True) -> float:
-            spent = self._spent
+            """Returns the time so far. A timer that runs goes on."""
+            runs = self.started_
+            if runs:
+                self.stop()
+            spent = sum(self._spent)
             if reset:
                 self.reset()
+            if runs:
+                self.start()
             return spent
+
+        def mean(self) -> float:
+            return trim_mean(self._spent, 0.1)
 
     def __init__(self) -> None:
         self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
@@ -44,47 +64,78 @@ class SynchronizedWallClockTimer:
     def __call__(self, name: str) -> SynchronizedWallClockTimer.Timer:
         return self.timers.setdefault(name, self.Timer(name))
 
+    def get_timers(self) -> dict[str, SynchronizedWallClockTimer.Timer]:
+        return self.timers
+
     def has_timer(self, name: str) -> bool:
         return name in self.timers
 
-    def log(self, names: Sequence[str], normalizer: float = 1.0, **_: Any) -> None:
-        """Logs the named timers in milliseconds on rank 0, and resets them."""
-        parts = [
-            f"{one}: {self.timers[one].elapsed() / normalizer:.2f}"
-            for one in names
-            if self.has_timer(one)
-        ]
-        log_dist("time (ms) | " + " | ".join(parts), ranks=[0])
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Prints the named timers in milliseconds on these ranks (default: 0), and resets them."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank not in (ranks or (0,)) and -1 not in (ranks or ()):
+            return
+        known = [one for one in names if self.has_timer(one)]
+        times = [f"{one}: {self.timers[one].elapsed(reset) / normalizer:.2f}" for one in known]
+        print(f"[Rank {rank}] " + " | ".join(("time (ms)", *times)))
 
-
-def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Returns the mean without that share of the values at both ends; 0 without data."""
-    if not 0.0 <= trim_percent <= 1.0:
-        raise ConfigError(
-            f"[deepspeed::trim_mean] trim_percent is {trim_percent}; allowed: a fraction from 0 "
-            f"to 1"
-        )
-    left_out = round(len(data) * trim_percent)
-    kept = sorted(data)[left_out : len(data) - left_out]
-    return sum(kept) / len(kept) if kept else 0
+    def get_mean(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
+        """Returns the mean of each named timer in microseconds."""
+        known = [one for one in names if self.has_timer(one)]
+        return {one: self.timers[one].mean() * 1e3 / normalizer for one in known}
 
 
 class ThroughputTimer:
     """Measures the samples per second of a loop that calls start() and stop() around each step."""
 
-    def __init__(self, batch_size: int = 1, start_step: int = 2, **_: Any) -> None:
-        self.batch_size, self.start_step = batch_size, start_step
-        self.global_step_count, self.total_elapsed_time = 0, 0.0
-        self._since = 0.0
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int | None = 1,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], Any] | None = None,
+    ) -> None:
+        self.batch_size, self.start_step = batch_size or 1, start_step
+        self.steps_per_output = steps_per_output
+        self.logging = logging_fn or logger.info
+        self.enabled = getattr(config, "enabled", True)
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time, self._since = 0.0, 0.0
 
     def start(self) -> None:
-        self._since = time.perf_counter()
+        self._since = time.perf_counter() if self.global_step_count >= self.start_step else 0.0
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        self.global_step_count += 1
-        if self.global_step_count > self.start_step:
+        if not self.enabled:
+            return
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+        if self._since:
             self.total_elapsed_time += time.perf_counter() - self._since
+        every = self.steps_per_output
+        if global_step and report_speed and every and self.global_step_count % every == 0:
+            self.logging(
+                f"micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}"
+            )
+
+    def update_epoch_count(self) -> None:
+        """Counts an epoch. The count of micro-batches starts again."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
 
     def avg_samples_per_sec(self) -> float:
         steps = self.global_step_count - self.start_step
-        return self.batch_size * steps / self.total_elapsed_time if steps > 0 else float("-inf")
+        timed = steps > 0 and self.total_elapsed_time > 0
+        return self.batch_size * steps / self.total_elapsed_time if timed else float("-inf")

@@ -1,51 +1,13 @@
-"""Counts the floating point operations of a model with torch's counter."""
+"""DeepSpeed's names of penstock.monitor.deepspeed_flops."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-
-class FlopsProfiler:
-    """Counts the operations between start_profile() and stop_profile()."""
-
-    def __init__(self, model: torch.nn.Module, ds_engine: Any = None, **_: Any) -> None:
-        self.model = model
-        self._mode: FlopCounterMode | None = None
-        self._flops = 0
-
-    def start_profile(self, ignore_list: Any = None) -> None:
-        self._mode = FlopCounterMode(display=False)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def stop_profile(self) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._flops = self._mode.get_total_flops()
-            self._mode = None
-
-    def end_profile(self) -> None:
-        self.stop_profile()
-        self._flops = 0
-
-    def get_total_flops(self, as_string: bool = False) -> Any:
-        return f"{self._flops / 1e9:.2f} G" if as_string else self._flops
-
-    def get_total_macs(self, as_string: bool = False) -> Any:
-        macs = self._flops // 2
-        return f"{macs / 1e9:.2f} GMACs" if as_string else macs
-
-    def get_total_params(self, as_string: bool = False) -> Any:
-        count = sum(one.numel() for one in self.model.parameters())
-        return f"{count / 1e6:.2f} M" if as_string else count
-
-    def print_model_profile(self, profile_step: int = 1, **_: Any) -> None:
-        print(
-            f"step {profile_step}: params {self.get_total_params(True)}, fwd MACs "
-            f"{self.get_total_macs(True)}, fwd flops {self.get_total_flops(True)}"
-        )
+from penstock import ConfigError
+from penstock.monitor.deepspeed_flops import FlopsProfiler as FlopsProfiler
 
 
 def get_model_profile(  # noqa: PLR0913 - DeepSpeed's signature
@@ -54,20 +16,40 @@ def get_model_profile(  # noqa: PLR0913 - DeepSpeed's signature
     args: Any = (),
     kwargs: dict[str, Any] | None = None,
     print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
     as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Any = None,
     mode: str = "forward",
-    **_: Any,
 ) -> tuple[Any, Any, Any]:
-    """Returns the operations, multiply-adds and parameters of one forward."""
-    profiler = FlopsProfiler(model)
-    given = [torch.ones(input_shape)] if input_shape is not None else list(args)
-    profiler.start_profile()
-    (model.generate if mode == "generate" else model)(*given, **(kwargs or {}))  # type: ignore[operator]
+    """Returns the operations, multiply-adds and parameters of one call of the model.
+
+    Sets the model to eval(). `mode`: "forward" or "generate". Raises ConfigError without input.
+    """
+    profiler = FlopsProfiler(model.eval())
+    options = kwargs or {}
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(0))
+        args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device)]
+    if not args and not options:
+        raise ConfigError(
+            "[deepspeed::get_model_profile] no input: pass input_shape, args or kwargs"
+        )
+    call: Any = model.generate if mode == "generate" else model
+    for _ in range(warm_up):
+        call(*args, **options)
+    profiler.start_profile(ignore_modules)
+    call(*args, **options)
     profiler.stop_profile()
     if print_profile:
-        profiler.print_model_profile()
-    return (
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    found = (
         profiler.get_total_flops(as_string),
         profiler.get_total_macs(as_string),
         profiler.get_total_params(as_string),
     )
+    profiler.end_profile()
+    return found

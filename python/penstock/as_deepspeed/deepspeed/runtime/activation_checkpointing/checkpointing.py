@@ -10,9 +10,13 @@ import torch
 import torch.utils.checkpoint
 
 from penstock import ConfigError
+from penstock.front.recompute import GENERATORS
 
+from ...utils.bwc import bwc_tensor_model_parallel_rank
 from ...utils.logging import logger
+from ..config import as_dict
 
+mpu: Any = None  # of the last configure(), for the ranks' seeds
 _configured = False
 
 
@@ -26,16 +30,24 @@ def configure(  # noqa: PLR0913 - DeepSpeed's signature
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Accepted, without effect: saved inputs stay whole on their device.
+    """Sets the mpu whose tensor ranks draw different numbers (model_parallel_cuda_manual_seed()).
 
-    The native keys offload.activations and activations.checkpoint change this.
+    Saved inputs stay whole on their device: the other arguments have no effect, and a warning lists
+    those that are set. The native keys offload.activations and activations.checkpoint change this.
     """
-    global _configured
+    global _configured, mpu
+    mpu = mpu if mpu_ is None else mpu_
+    section: dict[str, Any] = {}
+    if deepspeed_config is not None:
+        section = as_dict(deepspeed_config).get("activation_checkpointing") or {}
     asked = {
         "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
     }
+    asked = {**section, **{name: value for name, value in asked.items() if value is not None}}
     chosen = [name for name, value in asked.items() if value]
     if chosen:
         logger.warning(f"deepspeed.checkpointing: no effect in Penstock: {', '.join(chosen)}")
@@ -68,14 +80,31 @@ def _as_before(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs `function` and saves only its inputs; backward runs it again."""
-    return torch.utils.checkpoint.checkpoint(_as_before(function), *args, use_reentrant=True)
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs `function` and saves only its inputs; backward runs it again.
+
+    Returns a tuple for a list or tuple of outputs, but the output itself if it is the only one.
+    """
+    return _checkpoint(True, function, args, kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """The same as checkpoint(), without a nested backward."""
-    return torch.utils.checkpoint.checkpoint(_as_before(function), *args, use_reentrant=False)
+    return _checkpoint(False, function, args, {})
+
+
+def _checkpoint(reentrant: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    names = [*kwargs]
+
+    def run(*given: Any) -> Any:  # tensors that are passed by name get gradients, too
+        return function(*given[: len(args)], **dict(zip(names, given[len(args) :], strict=True)))
+
+    made = torch.utils.checkpoint.checkpoint(
+        _as_before(run), *args, *kwargs.values(), use_reentrant=reentrant
+    )
+    if not isinstance(made, (tuple, list)):
+        return made
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 class CheckpointFunction:
@@ -92,9 +121,10 @@ class CudaRNGStatesTracker:
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        self.states_ = {}
+        self.states_, self.seeds_ = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         return dict(self.states_)
@@ -103,8 +133,12 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        if name in self.states_:
-            raise ConfigError(f"[deepspeed::checkpointing] the generator {name!r} exists already")
+        if name in self.states_ or seed in self.seeds_:
+            raise ConfigError(
+                f"[deepspeed::checkpointing] the generator {name!r} or the seed {seed} exists "
+                f"already: call reset() first"
+            )
+        self.seeds_.add(seed)
         before = torch.get_rng_state()
         torch.manual_seed(seed)
         self.states_[name] = torch.get_rng_state()
@@ -127,6 +161,7 @@ class CudaRNGStatesTracker:
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _set_cuda_rng_state = torch.set_rng_state
 _tracker = _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
+GENERATORS.append((_tracker.get_states, lambda states: _tracker.set_states(dict(states))))
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
@@ -134,13 +169,24 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds torch and the generator of model-parallel layers."""
+    """Seeds torch, and the generator of model-parallel layers.
+
+    Torch's seed is the same on all tensor ranks. The other generator draws different numbers on
+    each tensor rank of the mpu that configure() got, and the same on all data ranks.
+    """
     _tracker.reset()
     torch.manual_seed(seed)
-    _tracker.add("model-parallel-rng", seed + 2718)
+    _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, _seed_of_tensor_rank(seed))
 
 
-model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seeds only the generator of model-parallel layers."""
+    with _tracker.fork():
+        torch.manual_seed(_seed_of_tensor_rank(seed))
+
+
+def _seed_of_tensor_rank(seed: int) -> int:
+    return seed + 2718 + bwc_tensor_model_parallel_rank(mpu)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

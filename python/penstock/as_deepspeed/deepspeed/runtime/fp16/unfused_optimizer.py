@@ -1,5 +1,9 @@
-"""A class for isinstance() checks. No optimizer of the engine is an instance of it."""
+"""The optimizer class of fp16 and bf16 at stage 0, without FusedAdam."""
+
+from __future__ import annotations
+
+from ..base_optimizer import ZeROOptimizer
 
 
-class FP16_UnfusedOptimizer:  # noqa: N801 - DeepSpeed's name
-    """Never instantiated."""
+class FP16_UnfusedOptimizer(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
+    """The optimizer with fp32 masters; nothing is sharded."""

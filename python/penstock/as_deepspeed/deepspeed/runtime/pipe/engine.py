@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from logging import WARNING
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as _tree
 from torch.utils.data import DistributedSampler
 
 from penstock import ConfigError
+from penstock.front.recompute import Recomputed
 from penstock.parallel.pipeline_layers import as_inputs
 
 from ... import _missing_name
 from ...utils import groups
 from ...utils.loaders import DeepSpeedDataLoader, RepeatingLoader
+from ...utils.logging import log_dist
+from ..activation_checkpointing import checkpointing
 from ..config import DeepSpeedConfig, as_dict
+from ..cut_parameters import own_settings
 from ..engine import DeepSpeedEngine, _halved
 from ..engine_settings import ROUTE_TRAIN
 from .module import PipelineError, PipelineModule
 
-# Keys of the config section "pipeline" -> values that have no effect and are accepted.
-_USUAL = {
-    "stages": ("auto",),
-    "partition": ("best",),
-    "seed_layers": (False,),
-    "pipe_partitioned": (True, False),
-    "grad_partitioned": (True, False),
-    "use_reentrant": (True, False),  # the engine recomputes in its own way
-}
+# Keys of the config section "pipeline" without effect. The first three have none in DeepSpeed
+# either: the PipelineModule has its own. The engine recomputes in its own way (use_reentrant).
+_UNUSED = ("stages", "partition", "seed_layers", "pipe_partitioned", "grad_partitioned",
+           "use_reentrant")  # fmt: skip
+
+
+class _NoUnit:
+    """Stands for the engine where a layer is recomputed that is not one of its recomputed units."""
+
+    moves_inputs = False
+
+    def begin(self, unit: int) -> None:
+        """Does nothing."""
 
 
 class MicroBatch(dict[str, Any]):
@@ -62,15 +72,14 @@ class PipelineEngine(DeepSpeedEngine):
         self.batch_fn: Callable[[Any], Any] | None = None
         self.data_iterator: Iterator[Any] | None = None
         self.agg_train_loss: torch.Tensor | None = None
+        self._recomputed: list[Recomputed] = []
         super().__init__(*args, **kwargs)
-        grid = self._grid = self.mpu = self.grid
-        self._close_groups = groups._open(self, grid)
+        grid = self.grid
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
-        self.dp_world_size = grid.data_parallel_size
-        self.data_parallel_group = self.seq_data_parallel_group = grid.get_data_parallel_group()
         self.is_pipe_parallel = self.pipeline_parallelism = grid.pipe_parallel_size > 1
-        self.is_data_parallel, self.is_model_parallel = grid.data_parallel_size > 1, False
+        self.is_data_parallel = grid.data_parallel_size > 1
+        self.is_model_parallel = grid.model_parallel_size > 1
         self.micro_batches = self.gradient_accumulation_steps()
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         if self.training_dataloader is not None:
@@ -80,7 +89,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _read(self, config: Any, model: Any) -> DeepSpeedConfig:
         assert isinstance(model, PipelineModule)
-        self.grid = model.mpu()
+        self.grid = self.mpu = model.mpu()
         given = as_dict(config)
         kept = {key: value for key, value in given.items() if key != "pipeline"}
         own = _settings(model, given)
@@ -91,10 +100,13 @@ class PipelineEngine(DeepSpeedEngine):
                 '[deepspeed::initialize] "managed_gradient_accumulation": false is not supported '
                 "with a PipelineModule, as in DeepSpeed: train_batch() sets the windows"
             )
-        if made.native["mesh"].get("tensor", 1) > 1:
+        if made.native["mesh"]["tensor"] != self.grid.model_parallel_size:
             raise ConfigError(
-                "[deepspeed::initialize] tensor_parallel is not supported with a PipelineModule"
+                "[deepspeed::initialize] tensor_parallel is not supported with a PipelineModule: "
+                'tensor ranks are the axis "model" of its topology, over which its layers cut '
+                "their parameters themselves"
             )
+        own_settings(self.mpu, given)
         if made.sequence_parallel_size > 1:
             raise ConfigError(
                 '[deepspeed::initialize] "sequence_parallel_size" above 1 is not supported with a '
@@ -112,6 +124,30 @@ class PipelineEngine(DeepSpeedEngine):
         if made.gradient_accumulation_steps < model.num_stages:
             parallel.setdefault("schedule", "gpipe")
         return made
+
+    def _set_groups(self) -> None:
+        grid = self._grid = self.grid
+        self.mp_world_size, self.sequence_parallel_size = grid.model_parallel_size, 1
+        self.dp_world_size = self.seq_dp_world_size = grid.data_parallel_size
+        self._close_groups = groups._open(self, grid)
+        self.data_parallel_group = self.seq_data_parallel_group = grid.get_data_parallel_group()
+
+    def _start(self, given: Any, parameters: Any) -> None:
+        for name, layer in self.module.recomputed_layers():
+            self._recomputed.append(Recomputed(layer, name, -1, _NoUnit()))
+        try:
+            super()._start(given, parameters)
+        except BaseException:
+            self._forget_recomputed()
+            raise
+
+    def _forget_recomputed(self) -> None:
+        while self._recomputed:
+            self._recomputed.pop().remove()
+
+    def destroy(self) -> None:
+        super().destroy()
+        self._forget_recomputed()
 
     def _training_loader(self, dataset: Any) -> Any:
         """Returns a loader in the dataset's order that starts over after its last batch."""
@@ -153,17 +189,24 @@ class PipelineEngine(DeepSpeedEngine):
         self.training_dataloader, self.data_iterator = None, iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Sets fn(batch) -> (inputs, labels), which is called on each item of the iterator."""
+        """Sets fn(batch) -> (inputs, labels), which is called on each item of the iterator.
+
+        Without an iterator it is called on None, for ranks to which another tensor rank sends the
+        batch.
+        """
         self.batch_fn = fn
 
     def _micro_batches(self, iterator: Iterator[Any] | None) -> Iterator[MicroBatch]:
-        if iterator is None and not (self.is_first_stage() or self.is_last_stage()):
+        inner = not (self.is_first_stage() or self.is_last_stage())
+        if iterator is None and inner:
             return itertools.repeat(MicroBatch(None, None))
+        if iterator is None and self.batch_fn is not None:  # it receives from another tensor rank
+            return map(self._micro_batch, itertools.repeat(None))
         if not hasattr(iterator, "__next__"):
             raise ConfigError(
                 f"[deepspeed::train_batch] the data iterator is a {type(iterator).__name__}: the "
-                f"first and the last stage need an iterator, iter(loader). Or use training_data or "
-                f"set_dataloader()"
+                f"first and the last stage need an iterator, iter(loader). Or use training_data, "
+                f"set_dataloader(), or set_batch_fn() with a function of None"
             )
         assert iterator is not None
         return map(self._micro_batch, iterator)
@@ -242,7 +285,8 @@ class PipelineEngine(DeepSpeedEngine):
         Args:
             data_iter: the source of micro-batches, as in train_batch().
             return_logits: also return the outputs of the last micro-batch.
-            compute_loss: reduce and return losses; False: outputs.
+            compute_loss: reduce and return losses; False: outputs, a tensor or a tuple of tensors
+                each.
             reduce_output: "avg": the mean over micro-batches and data ranks; None: a list with
                 this data rank's value of each micro-batch.
             bcast_loss: return a mean loss on every rank, not only on the last stage.
@@ -254,7 +298,7 @@ class PipelineEngine(DeepSpeedEngine):
             stages).
 
         Raises:
-            ConfigError: outputs would be averaged over data ranks, or a list broadcast.
+            ConfigError: a list would be broadcast.
         """
         self._check_eval(compute_loss, reduce_output, bcast_loss)
         outputs: list[Any] = []
@@ -276,7 +320,7 @@ class PipelineEngine(DeepSpeedEngine):
             made = mean if bcast_loss or self.is_last_stage() else None
         elif self.is_last_stage():
             kept = losses if compute_loss else outputs
-            made = kept if reduce_output is None else _mean(kept)
+            made = kept if reduce_output is None else self._mean(kept)
         logits = outputs[-1] if outputs and self.is_last_stage() else None
         return (made, logits) if return_logits else made
 
@@ -290,13 +334,35 @@ class PipelineEngine(DeepSpeedEngine):
                 "[deepspeed::eval_batch] reduce_output=None returns a list of losses, which cannot "
                 "be broadcast: pass bcast_loss=False"
             )
-        if not compute_loss and reduce_output is not None and self.is_data_parallel:
+
+    def _mean(self, outputs: list[Any]) -> Any:
+        """Returns the mean over micro-batches and data ranks of tensors, or of their tuples."""
+        if not isinstance(outputs[0], torch.Tensor):
+            return [self._mean(list(parts)) for parts in zip(*outputs, strict=True)]
+        mean = torch.stack(outputs).mean(0)
+        if self.is_data_parallel:
+            dist.all_reduce(mean, group=self.data_parallel_group)
+            mean /= self.dp_world_size
+        return mean
+
+    def get_additional_losses(self) -> Any:
+        """Returns None. Raises ConfigError if the module reports additional losses."""
+        if self.module.get_additional_losses() is not None:
             raise ConfigError(
-                "[deepspeed::eval_batch] outputs cannot be averaged over data ranks: pass "
-                "reduce_output=None"
+                "[deepspeed::get_additional_losses] not supported: log them in loss_fn or in a "
+                "layer of the last stage"
             )
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Accepted, without effect: stages may exchange tensors of all dtypes."""
+
+    def reset_activation_shape(self) -> None:
+        """Does nothing: shapes may change with each micro-batch."""
+
     # ---- stages
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.stage_id
 
     def is_first_stage(self) -> bool:
         return bool(self.grid.is_first_stage)
@@ -345,7 +411,8 @@ class PipelineEngine(DeepSpeedEngine):
 def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:
     """Returns Penstock's settings for the stages.
 
-    Raises ConfigError if the config sections "pipeline" or "penstock" contradict the model.
+    Raises ConfigError if the config section "pipeline" has an unknown key, or if the section
+    "penstock" contradicts the model.
     """
     section = given.get("pipeline") or {}
     if not isinstance(section, dict):
@@ -358,21 +425,24 @@ def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:
             f"[deepspeed::initialize] the config has mesh.pipeline {asked}, but the PipelineModule "
             f"has {model.num_stages} stages"
         )
-    for key, value in section.items():
-        allowed = _USUAL.get(key, ()) + {"stages": (model.num_stages,)}.get(key, ())
-        if key == "activation_checkpoint_interval":
-            if value:
-                model.activation_checkpoint_interval = value
-        elif value is not None and value not in allowed and value != model.__dict__.get(key):
-            raise ConfigError(
-                f'[deepspeed::initialize] "pipeline.{key}" is {value!r}; allowed: '
-                f"{', '.join(map(repr, allowed)) or 'no such key'} (the PipelineModule has its own)"
-            )
+    interval = section.get("activation_checkpoint_interval")
+    if interval:
+        model.activation_checkpoint_interval = interval
+    if section.get("use_reentrant") is False:
+        model.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+    unknown = section.keys() - {*_UNUSED, "activation_checkpoint_interval"}
+    if unknown:
+        raise ConfigError(
+            f'[deepspeed::initialize] "pipeline.{min(unknown)}" is no key; allowed: '
+            f"activation_checkpoint_interval, {', '.join(_UNUSED)}"
+        )
+    known = {"stages": model.num_stages, "partition": "best", "seed_layers": model.seed_layers}
+    unlike = [key for key, own in known.items() if section.get(key) not in (None, "auto", own)]
+    if unlike:
+        log_dist(
+            f"no effect, as in DeepSpeed, because the PipelineModule has its own: "
+            f"{', '.join('pipeline.' + key for key in unlike)}",
+            ranks=[0],
+            level=WARNING,
+        )
     return model.pipeline_settings()
-
-
-def _mean(outputs: list[Any]) -> Any:
-    """Returns the mean over micro-batches of tensors, or of tuples of tensors."""
-    if isinstance(outputs[0], torch.Tensor):
-        return torch.stack(list(outputs)).mean(0)
-    return [torch.stack(list(parts)).mean(0) for parts in zip(*outputs, strict=True)]

@@ -11,9 +11,11 @@ import torch.utils.checkpoint
 from torch import nn
 
 from penstock import ConfigError
+from penstock.front.engine import engine_of
 from penstock.parallel import pipeline_layers
 from penstock.parallel.pipeline_layers import LayerSpec as LayerSpec
 from penstock.parallel.pipeline_layers import TiedLayerSpec as TiedLayerSpec
+from penstock.parallel.pipeline_layers import type_name
 
 from ...comm.comm import get_world_size, init_distributed
 from ..activation_checkpointing import checkpointing
@@ -41,7 +43,8 @@ class PipelineModule(pipeline_layers.PipelineLayers):
     Args:
         layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
         num_stages: the number of stages. Each stage has (ranks / num_stages) data ranks.
-        topology: instead of num_stages: axes "pipe" and "data", in this order; "model" must be 1.
+        topology: instead of num_stages: axes "pipe", "data" and "model" (tensor ranks), in this
+            order. Over the axis "model" layers cut their own parameters (docs/deepspeed.md).
         loss_fn: loss_fn(outputs, labels) -> []; default: the last layer returns the loss.
         seed_layers: seed before each layer is built and before it runs.
         seed_fn: seed_fn(seed) seeds; default: seeds Python, NumPy and torch.
@@ -51,7 +54,8 @@ class PipelineModule(pipeline_layers.PipelineLayers):
             backward.
         activation_checkpoint_func: must be DeepSpeed's or torch's function; the engine recomputes
             without it.
-        checkpointable_layers: must be None: all layers with parameters are recomputed.
+        checkpointable_layers: names of the classes of layers that are recomputed; default: all
+            layers with parameters.
         dynamic_shape: accepted, without effect: shapes may always change.
 
     Raises:
@@ -96,6 +100,33 @@ class PipelineModule(pipeline_layers.PipelineLayers):
     def loss_fn(self, given: _Loss | None) -> None:
         self._loss = (_checked_loss(given),)
 
+    @property
+    def tied_modules(self) -> nn.ModuleDict:
+        """The modules of TiedLayerSpec by key."""
+        return nn.ModuleDict(self._tied)
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Sets activation_checkpoint_interval. Raises ConfigError after initialize()."""
+        if any(engine_of(one) is not None for one in self.parameters()):
+            raise ConfigError(
+                "[deepspeed::set_checkpoint_interval] the model has an engine, which keeps the "
+                "interval that it was created with: call it before initialize()"
+            )
+        self.activation_checkpoint_interval = interval
+        self._check_checkpointing()
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Returns losses by name that are only reported, or None. Subclasses override it."""
+        return None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each layer."""
+        for index, layer in enumerate(self.forward_funcs):
+            if isinstance(layer, nn.Module):
+                layer.compile(*args, **kwargs)
+            else:
+                self.forward_funcs[index] = torch.compile(layer, *args, **kwargs)
+
     def topology(self) -> ProcessTopology:
         return self.mpu().topology()
 
@@ -109,9 +140,22 @@ class PipelineModule(pipeline_layers.PipelineLayers):
     def pipeline_settings(self) -> dict[str, Any]:
         self._check_checkpointing()
         made = super().pipeline_settings()
-        if self.activation_checkpoint_interval > 0:
+        made["mesh"]["tensor"] = self._grid.model_parallel_size
+        if self.activation_checkpoint_interval > 0 and self.checkpointable_layers is None:
             made["activations"] = {"checkpoint": "unit"}
         return made
+
+    def recomputed_layers(self) -> list[tuple[str, nn.Module]]:
+        """Returns the layers whose classes are checkpointable_layers, by name."""
+        if self.activation_checkpoint_interval == 0:
+            return []
+        layers = enumerate(self.forward_funcs)
+        named = self.checkpointable_layers or ()
+        return [
+            (str(index), one)
+            for index, one in layers
+            if isinstance(one, nn.Module) and type_name(one) in named
+        ]
 
     def forward(self, forward_input: Any) -> Any:
         """Runs all layers in order. In an engine, a rank computes only its stage's layers."""
@@ -131,10 +175,11 @@ class PipelineModule(pipeline_layers.PipelineLayers):
                 "[deepspeed::PipelineModule] activation_checkpoint_func is a custom function, but "
                 "the engine recomputes layers itself: leave it out, or call it in the layers"
             )
-        if interval > 0 and self.checkpointable_layers is not None:
+        names = self.checkpointable_layers
+        if names is not None and not isinstance(names, list):
             raise ConfigError(
-                "[deepspeed::PipelineModule] checkpointable_layers is not supported: all layers "
-                "with parameters are recomputed"
+                f"[deepspeed::PipelineModule] checkpointable_layers is a {type(names).__name__}; "
+                f"allowed: a list of class names, None"
             )
 
     def _built_layer(self, given: Any, index: int, builder: Any) -> Any:
@@ -148,7 +193,7 @@ class PipelineModule(pipeline_layers.PipelineLayers):
 
 
 def _topology(given: ProcessTopology | None, num_stages: int | None) -> ProcessTopology:
-    """Returns a topology with the axes "pipe" and "data", the pipeline outermost.
+    """Returns a topology with the axes "pipe", "data" and "model", the pipeline outermost.
 
     Raises ConfigError if the engine does not support the given topology.
     """
@@ -163,22 +208,17 @@ def _topology(given: ProcessTopology | None, num_stages: int | None) -> ProcessT
                 f"the number of ranks, {world}"
             )
         return PipeDataParallelTopology(num_stages, world // num_stages)
-    stages, data = given.get_dim("pipe"), max(1, given.get_dim("data"))
+    stages = given.get_dim("pipe")
     if stages == 0 or (num_stages is not None and num_stages != stages):
         raise ConfigError(
             f'[deepspeed::PipelineModule] num_stages is {num_stages}, but the axis "pipe" of the '
             f"topology has {stages} ranks"
         )
-    if given.get_dim("model") > 1 or stages * data != given.world_size():
+    order = [axis for axis in given.axes if given.get_dim(axis) > 1]
+    if order != [axis for axis in ("pipe", "data", "model") if given.get_dim(axis) > 1]:
         raise ConfigError(
             f"[deepspeed::PipelineModule] the topology has axes {given.axes} with {given.dims} "
-            f"ranks: only pipelines and data parallelism are supported together. The engine cannot "
-            f"use layers that an mpu has cut (it cuts layers with mesh.tensor, docs/parallel.md)"
-        )
-    if stages > 1 and data > 1 and given.axes.index("pipe") > given.axes.index("data"):
-        raise ConfigError(
-            f'[deepspeed::PipelineModule] the topology has axes {given.axes}: "pipe" must be '
-            f'before "data"'
+            f'ranks; allowed: "pipe", "data" and "model", in this order'
         )
     return given
 

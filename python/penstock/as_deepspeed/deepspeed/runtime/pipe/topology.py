@@ -176,6 +176,9 @@ class PipelineParallelGrid:
                 own, group = ranks, made
         return own, group
 
+    def _is_grid_valid(self) -> bool:
+        return self._topo.world_size() == self.world_size
+
     def _at(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
 

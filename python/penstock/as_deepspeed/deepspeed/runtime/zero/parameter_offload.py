@@ -7,6 +7,14 @@ from typing import Any
 import torch
 
 
+def _external_parameters(module: torch.nn.Module) -> tuple[()]:
+    """Returns (): the engine finds parameters that a module reads elsewhere."""
+    return ()
+
+
+torch.nn.Module.ds_external_parameters = _external_parameters  # type: ignore[attr-defined]
+
+
 class _Coordinator:
     """The engine keeps no trace in Python, so there is nothing to invalidate."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import os
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from penstock.front import sharded_init
 from penstock.front.engine import engine_of
 
 from ...comm.comm import get_world_size
+from .state_placeholders import install
 
 _orig_torch_arange = torch.arange
 _orig_torch_empty, _orig_torch_zeros = torch.empty, torch.zeros
@@ -46,6 +48,7 @@ class ZeroParamType(enum.Enum):
     REMOTE = 3
 
 
+install()
 _ids = itertools.count()
 
 
@@ -112,23 +115,59 @@ def _nvme_path(config: Any) -> str:
     return str(offload.get("nvme_path") or "") if offload.get("device") == "nvme" else ""
 
 
+def _refuse(key: str, value: Any, advice: str) -> NoReturn:
+    raise ConfigError(
+        f"[deepspeed::zero.Init] {key} is {value!r}, which is not supported: {advice}"
+    )
+
+
+def _check_place(device: str | None, path: str) -> None:
+    if device not in (None, "none", "cpu", "nvme", "cuda"):
+        _refuse("remote_device", device, 'allowed: None, "none", "cpu", "nvme"')
+    if device == "nvme" and not path:
+        _refuse("remote_device", device, "pass a config whose offload_param has an nvme_path")
+
+
+def _check_groups(data: Any, sequence_data: Any) -> None:
+    """Refuses groups of fewer ranks than there are, by argument or by the launcher's."""
+    if data is not None and sequence_data is not None:
+        _refuse("sequence_data_parallel_group", sequence_data, "data_parallel_group is given, too")
+    group = data if data is not None else sequence_data
+    size, world = dist.get_world_size(group), dist.get_world_size()
+    if size != world:
+        advice = "parameters are sharded over all ranks, or as the config of initialize() says"
+        _refuse("data_parallel_group", f"a group of {size} of {world} ranks", advice)
+    started = os.environ.get("WORLD_SIZE") or ""
+    if group is None and world == 1 and started.isdigit() and int(started) > 1:
+        raise ConfigError(
+            f"[deepspeed::zero.Init] the launcher has started WORLD_SIZE={started} ranks, but "
+            f"torch's process group has 1 rank, so each rank would keep the whole model: call "
+            f"deepspeed.init_distributed() before"
+        )
+
+
 class Init:
     """Shards the parameters of modules that are built in this context, when they are created.
 
-    Shapes (`ds_shape` is the same), dtypes and values do not change; the engine casts to its
-    precision. See penstock.init().
+    Shapes (`ds_shape` is the same) and values do not change. Dtypes only change if `dtype` is
+    given; the engine casts to its precision. See penstock.init().
 
     Args:
-        module: an existing module whose parameters are sharded at once.
+        module: an existing module whose parameters are sharded at once, in their dtypes.
+        data_parallel_group, sequence_data_parallel_group: a group of all ranks.
         remote_device: "nvme": shards are on disk, in `offload_param.nvme_path` of the config.
         config_dict_or_path: the config with this path.
-        config: another name of config_dict_or_path.
+        config: another name of config_dict_or_path, which has precedence.
         enabled: False to disable it.
-        data_parallel_group, mem_efficient_linear, pin_memory, dtype, mpu, options: accepted,
-            without effect.
+        dtype: the default dtype in this context, and the dtype of all floating parameters that
+            modules get in it. float32, bfloat16 or float16; default: as the model's code says.
+        tensor_overrides: without "dtype" in it, `dtype` has no effect.
+        mem_efficient_linear, pin_memory, mpu, zero_param_parallel_group: accepted, without effect:
+            they change no values. The config of initialize() counts.
 
     Raises:
-        ConfigError: remote_device is unknown.
+        ConfigError: an argument is not supported, or torch's group has one rank while the launcher
+            started several.
     """
 
     def __init__(  # noqa: PLR0913 - DeepSpeed's signature
@@ -143,26 +182,44 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        **options: Any,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = ("dtype", "device"),
     ) -> None:
         from ..config import as_dict, make_folder  # noqa: PLC0415 - it imports the engine
 
-        given = config_dict_or_path if config_dict_or_path is not None else config
+        self.enabled = enabled
+        self._stack: contextlib.ExitStack | None = None
+        self._dtype: torch.dtype | None = None
+        if not enabled:
+            return
+        given = config if config is not None else config_dict_or_path
         self._path = _nvme_path(as_dict(given) if given is not None else None)
-        if enabled and self._path:
+        _check_place(remote_device, self._path)
+        if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            _refuse("dtype", dtype, "allowed: torch.float32, torch.bfloat16, torch.float16")
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            _refuse("zero_quantized_weights", True, "weights are exchanged in their own dtype")
+        if param_swapper is not None:
+            _refuse("param_swapper", param_swapper, "the engine has its own")
+        if any(str(getattr(one, "name", one)) == "dtype" for one in tensor_overrides):
+            self._dtype = dtype
+        if self._path:
             make_folder(self._path)
-        if remote_device not in (None, "none", "cpu", "nvme", "cuda"):
-            raise ConfigError(f'[deepspeed::zero.Init] remote_device is "{remote_device}"')
-        if enabled and not dist.is_initialized():
+        if not dist.is_initialized():
             from ...comm.comm import init_distributed  # noqa: PLC0415 - as above
 
             init_distributed()
-        self.enabled = enabled
-        self._stack: contextlib.ExitStack | None = None
-        if module is not None and enabled:
+        _check_groups(data_parallel_group, sequence_data_parallel_group)
+        if module is not None:
+            self._dtype, kept = None, self._dtype
             with self:
                 for param in module.parameters():
                     self._shard(param)
+            self._dtype = kept
 
     @staticmethod
     def _shard(param: torch.nn.Parameter) -> None:
@@ -173,12 +230,18 @@ class Init:
         if not self.enabled:
             return self
         self._stack = contextlib.ExitStack()
+        dtype = self._dtype
 
         def registered(_module: Any, _name: str, param: torch.nn.Parameter | None) -> None:
             if isinstance(param, torch.nn.Parameter) and param.is_floating_point():
+                if dtype is not None and param.dtype != dtype:
+                    param.data = param.data.to(dtype)
                 mark(param)
 
         self._stack.enter_context(penstock.init(path=self._path))
+        if dtype is not None:
+            self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(dtype)
         handle = register_module_parameter_registration_hook(registered)
         self._stack.callback(handle.remove)
         return self
@@ -194,12 +257,14 @@ class GatheredParameters:
 
     Args:
         params: one or several parameters, sharded or not.
-        modifier_rank: the rank whose changes are kept; None if no rank changes values.
+        modifier_rank: the rank whose changes are kept; None if no rank changes values, or all ranks
+            make the same changes.
         fwd_module: accepted, without effect.
         enabled: False to disable it.
 
     Raises:
-        RuntimeFault: at the end of the context, if values were changed without a modifier_rank.
+        RuntimeFault: at the end of the context, if values were changed without a modifier_rank and
+            ranks have different values.
     """
 
     def __init__(
@@ -209,11 +274,8 @@ class GatheredParameters:
         fwd_module: Any = None,
         enabled: bool = True,
     ) -> None:
-        if isinstance(params, torch.Tensor):
-            params = [params]
-        elif isinstance(params, torch.nn.Module):
-            params = params.parameters()
-        self._params = [one for one in _flat(params) if is_zero_param(one)] if enabled else []
+        found = _flat(params) if enabled else ()
+        self._params = list(dict.fromkeys(one for one in found if is_zero_param(one)))
         self._modifier_rank = modifier_rank
         self._stack: contextlib.ExitStack | None = None
 
@@ -231,39 +293,88 @@ class GatheredParameters:
 
 
 def _flat(params: Any) -> Iterator[torch.Tensor]:
-    for one in params.values() if isinstance(params, dict) else params:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, Iterable):
+    """Yields the tensors in modules, dicts and iterables. Skips None, such as a missing bias."""
+    if isinstance(params, torch.Tensor):
+        yield params
+    elif isinstance(params, torch.nn.Module):
+        yield from params.parameters()
+    elif isinstance(params, Iterable) and not isinstance(params, str | bytes):
+        for one in params.values() if isinstance(params, dict) else params:
             yield from _flat(one)
+    elif params is not None:
+        raise ConfigError(
+            f"[deepspeed::GatheredParameters] a {type(params).__name__} is not a parameter: pass "
+            f"parameters, or a list or generator of them"
+        )
+
+
+def _states(params: list[torch.Tensor], modifier_rank: int | None) -> list[Any]:
+    """Returns whether each parameter has values already. If it has, only an outer block may write
+    them."""
+    states = [getattr(param, "ds_status", None) for param in params]
+    if modifier_rank is not None and ZeroParamStatus.AVAILABLE in states:
+        raise penstock.RuntimeFault(
+            "[deepspeed::GatheredParameters] a parameter is in an outer block already, so this "
+            "block cannot have a modifier_rank, as in DeepSpeed: give it to the outer block"
+        )
+    return states
 
 
 @contextlib.contextmanager
 def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
+    before = _states(params, modifier_rank)
     held = sharded_init.waiting()
     waiting = [one for one in params if held is not None and held.holds(one)]
-    engines: dict[int, tuple[Any, list[torch.Tensor]]] = {}
-    for one in params:
-        engine = engine_of(one)
-        if engine is not None:
-            engines.setdefault(id(engine), (engine, []))[1].append(one)
+    engines = _by_engine(params)
     with contextlib.ExitStack() as stack:
         for engine, own in engines.values():
             stack.enter_context(engine.gathered(own, write=modifier_rank is not None))
         for one in waiting:
             stack.enter_context(_of_init(held, one, modifier_rank))
-        before = [getattr(param, "ds_status", None) for param in params]
         for param in params:
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         try:
+            seen = [] if modifier_rank is not None else [_hash(one) for one in params]
             yield
             if modifier_rank:  # the engine keeps the values of rank 0
                 for _, own in engines.values():
                     for one in own:
                         dist.broadcast(one.data, modifier_rank)
+            elif modifier_rank is None:
+                _keep_same_edits(engines, {id(p): h for p, h in zip(params, seen, strict=True)})
         finally:
             for param, status in zip(params, before, strict=True):
                 param.ds_status = status  # type: ignore[attr-defined]
+
+
+def _by_engine(params: list[torch.Tensor]) -> dict[int, tuple[Any, list[torch.Tensor]]]:
+    engines: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+    for one in params:
+        engine = engine_of(one)
+        if engine is not None:
+            engines.setdefault(id(engine), (engine, []))[1].append(one)
+    return engines
+
+
+def _hash(param: torch.Tensor) -> int:
+    return int(torch.hash_tensor(param.detach()).view(torch.int64)) if param.numel() else 0
+
+
+def _keep_same_edits(engines: dict[int, tuple[Any, list[torch.Tensor]]], seen: Any) -> None:
+    """Keeps changed values if every rank has made the same change; else the engine refuses them.
+
+    All ranks must call it.
+    """
+    for engine, own in engines.values():
+        now = torch.tensor([_hash(one) for one in own], device=own[0].device)
+        changed = now != now.new_tensor([seen[id(one)] for one in own])
+        edges = torch.stack([now, ~now, -changed.long()])
+        dist.all_reduce(edges, dist.ReduceOp.MIN)
+        same = (edges[0] == ~edges[1]) & (edges[2] < 0)
+        kept = [one for one, keep in zip(own, same.tolist(), strict=True) if keep]
+        if kept:
+            with engine.gathered(kept, write=True):
+                pass
 
 
 @contextlib.contextmanager
@@ -277,14 +388,24 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
         yield
     finally:
         param.data = hollow
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
     if modifier_rank is not None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not alone:
             dist.broadcast(values, modifier_rank)
         held.keep(hollow, values)
-    elif not torch.equal(shown, values):
+        return
+    now = torch.tensor(_hash(shown))
+    edges = torch.stack([now, ~now, -torch.tensor(not torch.equal(shown, values)).long()])
+    if not alone:
+        dist.all_reduce(edges, dist.ReduceOp.MIN)
+    if not edges[2]:
+        return
+    if edges[0] != ~edges[1]:
         raise penstock.RuntimeFault(
-            "[deepspeed::GatheredParameters] values were changed without a modifier_rank: pass it"
+            "[deepspeed::GatheredParameters] a rank changed values without a modifier_rank, and "
+            "ranks have different values now: pass the rank whose values to keep"
         )
+    held.keep(hollow, shown)
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

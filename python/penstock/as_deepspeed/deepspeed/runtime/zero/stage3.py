@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from ...utils.z3_leaf_module import apply_zero_leaf_module_config, get_z3_leaf_modules
 from ..base_optimizer import ZeROOptimizer
 from .estimates import cold, live
+from .leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from .parameter_offload import DeepSpeedZeRoOffload
+from .partition_parameters import mark
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
@@ -17,6 +20,17 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(engine, optimizer)
         self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
+
+
+def mark_model(model: torch.nn.Module, settings: Any) -> None:
+    """Adds DeepSpeed's attributes to the parameters, and marks the config's leaf modules."""
+    section = getattr(settings, "leaf_module", None) or {}
+    apply_zero_leaf_module_config(model, DeepSpeedZeroLeafModuleConfig(**section))
+    leaves = {id(p): module for module in get_z3_leaf_modules(model) for p in module.parameters()}
+    for param in model.parameters():
+        mark(param)
+        if id(param) in leaves:
+            param.ds_z3_leaf_module = leaves[id(param)]  # type: ignore[attr-defined]
 
 
 def estimate_zero3_model_states_mem_needs_all_live(

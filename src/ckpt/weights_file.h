@@ -1,0 +1,39 @@
+#pragma once
+// WeightsFile: a file of weights that is read in parts, when they are needed. It stays open, so the
+// file may be renamed or unlinked meanwhile. Usable from any thread.
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "penstock/export.h"
+
+namespace penstock {
+
+class PENSTOCK_API WeightsFile {
+ public:
+  // Throws RuntimeFault if the file cannot be opened.
+  explicit WeightsFile(std::string path);
+  ~WeightsFile();
+  WeightsFile(const WeightsFile&) = delete;
+  WeightsFile& operator=(const WeightsFile&) = delete;
+
+  // Reads `numel` values of the dtype `from`, beginning at byte `offset`, and stores them at `to`
+  // in the dtype `into`, converted as Tensor::copy_() does. Memory: at most 4 MiB. Throws
+  // RuntimeFault if the file ends or was changed since it was opened.
+  void read(int64_t offset, int64_t numel, at::ScalarType from, at::ScalarType into,
+            void* to) const;
+  // Returns a hash of the file's size and of bytes at 256 places, to compare the files of ranks.
+  uint64_t print() const;
+
+ private:
+  void read_raw(int64_t offset, int64_t bytes, void* to) const;
+  void check_unchanged() const;
+
+  const std::string path_;
+  int fd_ = -1;
+  int64_t bytes_ = 0, changed_ns_ = 0;  // at the opening
+};
+
+}  // namespace penstock

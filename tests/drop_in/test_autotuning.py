@@ -1,0 +1,111 @@
+"""`deepspeed --autotuning`: a search on two ranks, its folders, and its settings."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from penstock import ConfigError
+from penstock.launch.autotuning import Settings, _place_of_config
+
+_SCRIPT = """
+import argparse, deepspeed, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--micro", type=int, default=1)
+deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
+engine = deepspeed.initialize(args=args, model=model)[0]
+micro = engine.train_micro_batch_size_per_gpu()
+if micro > 2 or args.micro not in (1, micro):
+    raise SystemExit(3)  # as if there were not enough memory
+for step in range(20):
+    loss = engine(torch.ones(micro, 32)).square().mean()
+    engine.backward(loss)
+    engine.step()
+print("ran", engine.global_steps, micro)
+"""
+_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "autotuning": {
+        "start_profile_step": 1,
+        "end_profile_step": 3,
+        "num_tuning_micro_batch_sizes": 3,
+        "tuner_num_trials": 5,
+        "arg_mappings": {"train_micro_batch_size_per_gpu": "--micro"},
+        "fast": True,
+    },
+}
+
+
+def test_search_and_run(tmp_path):
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    (tmp_path / "ds.json").write_text(json.dumps(_CONFIG))
+    code = "from penstock.launch import deepspeed_main; raise SystemExit(deepspeed_main())"
+    words = [sys.executable, "-c", code, "--num_gpus", "2", "--autotuning", "run", "train.py"]
+    env = {key: one for key, one in os.environ.items() if not key.startswith("PENSTOCK")}
+    done = subprocess.run(
+        [*words, "--deepspeed_config", "ds.json"],
+        cwd=tmp_path,
+        env=env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = tmp_path / "autotuning_results"
+    runs = sorted(one.name for one in results.iterdir() if one.is_dir())
+    assert len(runs) == 5 and "z_given" in runs, runs
+    for name in runs:
+        held = {one.name for one in (results / name).iterdir()}
+        assert {"ds_config.json", "exp.json", "cmd.txt", "stdout.log", "stderr.log"} <= held
+        assert (tmp_path / "autotuning_exps" / f"{name}.json").is_file()
+        assert ("metrics.json" in held) == (not name.endswith("_tmbspg4")), name
+    given = json.loads((results / "z_given" / "metrics.json").read_text())
+    assert given["world"] == 2 and given["throughput"] == pytest.approx(2 / given["latency"])
+    assert {one["strategy"] for one in given["alternatives"]} >= {"zero1", "zero2", "zero3"}
+    best = json.loads((results / "ds_config_optimal.json").read_text())
+    assert "autotuning" not in best
+    summary = (results / "summary.txt").read_text()
+    assert "of 5 experiments" in summary and 'no effect in "autotuning": fast' in done.stderr
+    command = (results / "cmd_optimal.txt").read_text()
+    micro = best["train_micro_batch_size_per_gpu"]
+    assert f"--micro {micro}" in command and f"ran 20 {micro}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--deepspeed", "ds.json"], (1, "")),
+        (["--deepspeed", "--deepspeed_config", "c"], (2, "")),
+        (["--x", "--deepspeed_config=c"], (1, "--deepspeed_config=")),
+    ],
+)
+def test_the_config_is_found_in_the_arguments(words, found):
+    assert _place_of_config(words) == found
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"metric": "flops"}, 'metric" is "flops"'),
+        ({"resultsdir": "a"}, 'no key "autotuning.resultsdir"'),
+        ({"start_profile_step": 5}, "below"),
+    ],
+)
+def test_refused(section, message):
+    with pytest.raises(ConfigError, match=message):
+        Settings.of(section)
+    with pytest.raises(ConfigError, match="no --deepspeed_config"):
+        _place_of_config(["--deepspeed"])
+
+
+def test_folders_can_be_chosen():
+    made = Settings.of({"results_dir": str(pathlib.Path("a")), "overwrite": False})
+    assert (made.results_dir, made.exps_dir, made.overwrite) == ("a", "autotuning_exps", False)
