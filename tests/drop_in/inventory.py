@@ -111,10 +111,10 @@ deepspeed.runtime.zero.partition_parameters.is_zero_param x(model.weight)
 deepspeed.runtime.activation_checkpointing.checkpointing.configure
 deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF x.register_with_transformers
 deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter len(x([1], 0, 0, 2, 0))
-deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP ! x()
+deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP x.apply
 deepspeed.runtime.sequence_parallel.parallel_state_sp.get_sequence_parallel_group ! x()
 deepspeed.runtime.sequence_parallel.parallel_state_sp.initialize_sequence_parallel x(1)
-deepspeed.runtime.sequence_parallel.ulysses_sp.sequence_tiled_compute ! x()
+deepspeed.runtime.sequence_parallel.ulysses_sp.sequence_tiled_compute
 deepspeed.runtime.pipe.engine.PipelineEngine x is deepspeed.PipelineEngine
 deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology x(2, 2, 2).get_dim('model')
 deepspeed.runtime.pipe.topology.PipeDataParallelTopology x(2, 3).world_size() == 6
@@ -219,9 +219,9 @@ deepspeed.module_inject.layers.GatherReplacedLayerParams x([model.weight], model
 deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine x().commit(None)
 deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine x().load
 deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine.NebulaCheckpointEngine ! x()
-deepspeed.elasticity.compute_elastic_config ! x({}, '0.19.8')
+deepspeed.elasticity.compute_elastic_config callable(x)
 deepspeed.elasticity.config.ElasticityError issubclass(x, Exception)
-deepspeed.elasticity.elasticity.compute_elastic_config ! x({})
+deepspeed.elasticity.elasticity.compute_elastic_config callable(x)
 deepspeed.compression.helper.recursive_getattr x(model, 'weight.shape') == (4, 4)
 deepspeed.compression.helper.recursive_setattr x(model, 'bias', None)
 deepspeed.compression.helper.convert_conv1d_to_linear x(model, torch.nn.Conv1d) is model
@@ -232,9 +232,9 @@ deepspeed.launcher.runner.fetch_hostfile x('/nowhere') is None
 deepspeed.launcher.runner.parse_inclusion_exclusion x({'a': 2}, 'a:1', '') == {'a': [1]}
 deepspeed.launcher.runner.parse_resource_filter x({'a': [0, 1], 'b': [0]}, '', 'a') == {'b': [0]}
 deepspeed.launcher.runner.encode_world_info x({'a': [0]}) == 'eyJhIjogWzBdfQ=='
-deepspeed.launcher.runner.parse_args ! x([])
+deepspeed.launcher.runner.parse_args x(['t.py']).user_script == 't.py'
 deepspeed.launcher.runner.DLTS_HOSTFILE x == '/job/hostfile'
-deepspeed.launcher.multinode_runner.PDSHRunner ! x(None, None)
+deepspeed.launcher.multinode_runner.PDSHRunner callable(x)
 deepspeed.launcher.constants.PDSH_LAUNCHER x == 'pdsh'
 deepspeed.comm.mpi_discovery ! x()
 deepspeed.comm.TorchBackend ! x()
@@ -260,7 +260,7 @@ deepspeed.checkpoint.UNIVERSAL_CHECKPOINT_VERSION_VALUE x == 0.4
 deepspeed.checkpoint.VOCABULARY_PARAMETER_PATTERNS x == 'vocabulary_parameter_patterns'
 deepspeed.checkpoint.ZeROCheckpoint ! x('folder')
 deepspeed.checkpoint.get_model_3d_descriptor ! x('folder')
-deepspeed.checkpoint.ds_to_universal.main ! x(None)
+deepspeed.checkpoint.ds_to_universal.main callable(x)
 deepspeed.runtime.utils.PartitionedTensor x(torch.ones(3), None).full().tolist() == [1, 1, 1]
 deepspeed.runtime.utils.partition_balanced x([1, 1, 4], 2) == [0, 2, 3]
 deepspeed.runtime.utils.prefix_sum_inc x([3, 4, 5]) == [3, 7, 12]

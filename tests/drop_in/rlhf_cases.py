@@ -25,8 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "open-instruct-zero3": ("open_instruct", {"stage": 3}),
     "open-instruct-zero3-offload": ("open_instruct", {"stage": 3, "offload": True}),
 }
-# Daily each loop with ZeRO-3, and with ZeRO-2 where it differs most.
+# Daily each loop with ZeRO-3.
 SAMPLE = [
-    *("chat-sft-zero3-lora", "chat-reward-zero3", "chat-ppo-zero3", "chat-ppo-zero2"),
-    *("open-rlhf-zero3", "open-rlhf-zero2", "open-instruct-zero3-offload"),
+    *("chat-sft-zero3-lora", "chat-reward-zero3", "chat-ppo-zero3"),
+    *("open-rlhf-zero3", "open-instruct-zero3-offload"),
 ]

@@ -171,9 +171,8 @@ def chat_reward(ds: Any, folder: pathlib.Path, stage: int, offload: bool = False
         found.append(loss.item())
     state = whole_state(ds, engine.module)
     engine.destroy()
-    again = ds.initialize(
-        model=_scored(ds, folder, config, state), config=_chat_config(stage, offload, trains=False)
-    )[0]
+    reads = _chat_config(3 if stage == 3 else 0, offload, trains=False)
+    again = ds.initialize(model=_scored(ds, folder, reads, state), config=reads)[0]
     again.eval()
     with torch.no_grad():
         found += again.values(ids(7, 91)).flatten().tolist()
@@ -421,7 +420,7 @@ def open_rlhf(
         loss = clipped_loss(actor(seen), old, returns - values, mask)
         actor.model.backward(loss)
         actor.model.step()
-        moving_average(ds, actor.model, mean.model, 0.992)
+        moving_average(ds, actor.model, mean.model, 0.9)
         wrong = ((critic(seen) - returns) ** 2 * mask).mean()
         critic.backward(wrong)
         critic.step()

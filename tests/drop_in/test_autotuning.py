@@ -1,4 +1,4 @@
-"""`deepspeed --autotuning`: a search on two ranks, its folders, and its settings."""
+"""`deepspeed --autotuning`: a search, its folders, and its settings."""
 
 import json
 import os
@@ -21,9 +21,9 @@ args = parser.parse_args()
 model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
 engine = deepspeed.initialize(args=args, model=model)[0]
 micro = engine.train_micro_batch_size_per_gpu()
-if micro > 2 or args.micro not in (1, micro):
+if micro > 1 or args.micro not in (1, micro):
     raise SystemExit(3)  # as if there were not enough memory
-for step in range(20):
+for step in range(6):
     loss = engine(torch.ones(micro, 32)).square().mean()
     engine.backward(loss)
     engine.step()
@@ -35,8 +35,8 @@ _CONFIG = {
     "autotuning": {
         "start_profile_step": 1,
         "end_profile_step": 3,
-        "num_tuning_micro_batch_sizes": 3,
-        "tuner_num_trials": 5,
+        "num_tuning_micro_batch_sizes": 2,
+        "tuner_num_trials": 3,
         "arg_mappings": {"train_micro_batch_size_per_gpu": "--micro"},
         "fast": True,
     },
@@ -47,7 +47,7 @@ def test_search_and_run(tmp_path):
     (tmp_path / "train.py").write_text(_SCRIPT)
     (tmp_path / "ds.json").write_text(json.dumps(_CONFIG))
     code = "from penstock.launch import deepspeed_main; raise SystemExit(deepspeed_main())"
-    words = [sys.executable, "-c", code, "--num_gpus", "2", "--autotuning", "run", "train.py"]
+    words = [sys.executable, "-c", code, "--num_gpus", "1", "--autotuning", "run", "train.py"]
     env = {key: one for key, one in os.environ.items() if not key.startswith("PENSTOCK")}
     done = subprocess.run(
         [*words, "--deepspeed_config", "ds.json"],
@@ -61,22 +61,22 @@ def test_search_and_run(tmp_path):
     assert done.returncode == 0, done.stderr
     results = tmp_path / "autotuning_results"
     runs = sorted(one.name for one in results.iterdir() if one.is_dir())
-    assert len(runs) == 5 and "z_given" in runs, runs
+    assert len(runs) == 3 and "z_given" in runs, runs
     for name in runs:
         held = {one.name for one in (results / name).iterdir()}
         assert {"ds_config.json", "exp.json", "cmd.txt", "stdout.log", "stderr.log"} <= held
         assert (tmp_path / "autotuning_exps" / f"{name}.json").is_file()
-        assert ("metrics.json" in held) == (not name.endswith("_tmbspg4")), name
+        assert ("metrics.json" in held) == (not name.endswith("_tmbspg2")), name
     given = json.loads((results / "z_given" / "metrics.json").read_text())
-    assert given["world"] == 2 and given["throughput"] == pytest.approx(2 / given["latency"])
+    assert given["world"] == 1 and given["throughput"] == pytest.approx(1 / given["latency"])
     assert {one["strategy"] for one in given["alternatives"]} >= {"zero1", "zero2", "zero3"}
     best = json.loads((results / "ds_config_optimal.json").read_text())
     assert "autotuning" not in best
     summary = (results / "summary.txt").read_text()
-    assert "of 5 experiments" in summary and 'no effect in "autotuning": fast' in done.stderr
+    assert "of 3 experiments" in summary and 'no effect in "autotuning": fast' in done.stderr
     command = (results / "cmd_optimal.txt").read_text()
     micro = best["train_micro_batch_size_per_gpu"]
-    assert f"--micro {micro}" in command and f"ran 20 {micro}" in done.stdout
+    assert f"--micro {micro}" in command and f"ran 6 {micro}" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ def made(name: str) -> None:
         "later": lambda: set_later(ds.initialize(model=model, config=pipes.config_of())[0]),
         "mpu": lambda: ds.initialize(model=model, config=pipes.config_of(), mpu=model.mpu()),
         "tensor": lambda: ds.initialize(
-            model=model, config=pipes.config_of(tensor_parallel={"autotp_size": 2})
+            model=pipes.built("modules", num_stages=1),
+            config=pipes.config_of(tensor_parallel={"autotp_size": 2}),
         ),
         "key": lambda: ds.initialize(model=model, config=pipes.config_of(pipeline={"stage": 2})),
         "no section": lambda: ds.initialize(model=model, config=pipes.config_of(pipeline=3)),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pipe_models as pipes
 import pytest
 import rlhf_cases
 import torch
 import torch.distributed as dist
+
+import penstock
 
 
 def both(name: str, folder: str) -> tuple[list[float], list[float]]:
@@ -44,3 +47,80 @@ def models(tmp_path_factory):
 def test_as_plain(loop, models, drop_in_pools):
     for plain, ours in drop_in_pools(2).run(both, loop, models):
         assert ours == pytest.approx(plain, abs=1e-5, rel=1e-5)
+
+
+def small(with_engine: bool, trains: bool = True) -> tuple[Any, torch.nn.Module, Any]:
+    """A model under ZeRO-3: in zero.Init, or with an engine, with an optimizer or without."""
+    ds = pipes.deepspeed()
+    torch.manual_seed(0)
+    with ds.zero.Init(enabled=not with_engine):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    if trains:
+        config["optimizer"] = optimizer
+    engine = ds.initialize(model=model, config=config)[0] if with_engine else None
+    return ds, model, engine
+
+
+def edits(with_engine: bool) -> None:
+    """Changes without a modifier_rank: the same on all ranks are kept, others are refused."""
+    ds, model, engine = small(with_engine)
+    weight, norm = model[0].weight, model[1].weight
+    with ds.zero.GatheredParameters([weight, norm]):
+        norm.data.copy_(norm.data.lerp(weight.data[0], 0.5))  # all elements were 1
+        wanted = norm.data.clone()
+    with ds.zero.GatheredParameters([norm]):
+        assert torch.equal(norm.data, wanted)
+    with pytest.raises(penstock.RuntimeFault, match="chang|edit"):
+        with ds.zero.GatheredParameters([norm]):
+            norm.data += dist.get_rank()
+    with ds.zero.GatheredParameters([norm]):
+        assert torch.equal(norm.data, wanted)
+    if engine is not None:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("with_engine", (False, True))
+def test_edits_without_a_rank(with_engine, drop_in_pools):
+    drop_in_pools(2).run(edits, with_engine)
+
+
+def entries(with_engine: bool, folder: str) -> None:
+    """state_dict() of a sharded model can be saved and has no values; in a block it has."""
+    ds, model, engine = small(with_engine)
+    torch.save(model.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+    found = torch.load(f"{folder}/{dist.get_rank()}.pt")
+    assert list(found) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert all(one.numel() == 0 for one in found.values())
+    with ds.zero.GatheredParameters(model.parameters()):
+        assert model.state_dict()["0.weight"].shape == (4, 4)
+    if engine is not None:
+        assert engine.native.state_dict(rank0_only=False)["0.weight"].shape == (4, 4)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("with_engine", (False, True))
+def test_entries_of_state_dict(with_engine, drop_in_pools, tmp_path):
+    drop_in_pools(2).run(entries, with_engine, str(tmp_path))
+
+
+def read_then_trained() -> None:
+    """An optimizer may be made while an engine without one reads the model."""
+    ds, model, reads = small(True, trains=False)
+    assert all(one.requires_grad for one in model.parameters())
+    before = reads(torch.eye(4))
+    assert not before.requires_grad
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine = ds.initialize(model=model, optimizer=optimizer, config=config)[0]
+    out = engine(torch.eye(4))
+    assert torch.equal(out, before)
+    engine.backward(out.square().mean())
+    engine.step()
+    assert not torch.equal(engine(torch.eye(4)), before)
+    engine.destroy()
+
+
+def test_read_then_trained(drop_in_pools):
+    drop_in_pools(2).run(read_then_trained)

@@ -115,6 +115,7 @@ def run(name: str, folder: pathlib.Path) -> dict[str, Any]:
     case = CASES[name]
     AcceleratorState._reset_state()
     unset_hf_deepspeed_config()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # the case before may have set it
     args = _arguments(case, folder, name)
     trainer = transformers.Trainer(
         model=_build(case, folder),

@@ -64,10 +64,9 @@ CASES |= {
     for stage, name in ((2, "reward"), (3, "reward"), (3, "dpo"), (3, "sft-lora"))
 }
 _SAMPLE = [
-    *("zero3-sft-lora", "zero2-sft-packing", "zero3-sft-packing", "zero0-sft"),
-    *("zero2-dpo", "zero3-dpo-saves", "zero3-dpo-precompute", "zero3-dpo-sync", "zero2-dpo-lora"),
-    *("zero3-offload-kto", "zero2-kto", "zero3-reward-saves", "zero2-offload-reward"),
-    *("zero3-grpo", "zero3-grpo-lora-by-layer", "zero2-grpo-model", "zero3-rloo-by-layer"),
+    *("zero3-sft-lora", "zero3-sft-packing", "zero2-dpo", "zero3-dpo-saves"),
+    *("zero3-dpo-precompute", "zero3-offload-kto", "zero2-offload-reward"),
+    *("zero3-grpo", "zero3-grpo-lora-by-layer", "zero3-rloo-by-layer"),
 ]
 
 

@@ -162,7 +162,8 @@ class Assignments(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if had:
             self._built.keep(tensor)
-            self._built.wrote(tensor)
+            if not self._built.converting:
+                self._built.wrote(tensor)
         return result
 
 
@@ -172,6 +173,7 @@ class Built:
     Args:
         place: returns the folders for shards ("": memory) and the device of training.
         wrote: called with a parameter whose values were replaced, if it has no memory.
+        filled: called with a module if parameters in it were on the meta device and got memory.
     """
 
     def __init__(
@@ -179,8 +181,11 @@ class Built:
         held: Any,
         place: Callable[[], tuple[str, torch.device]],
         wrote: Callable[[torch.Tensor], None],
+        filled: Callable[[torch.nn.Module], None],
     ) -> None:
-        self._held, self._place, self.wrote = held, place, wrote
+        self._held, self._place, self.wrote, self._filled = held, place, wrote, filled
+        self.converting = False  # a module converts its parameters, which keeps their values
+        self._from_meta = 0  # parameters that got memory
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -245,11 +250,19 @@ class Built:
                 if ours and made is not tensor and isinstance(made, torch.Tensor):
                     built.check(made, f'parameter "{type(module).__name__}.{name}"')
                     built.keep(made)
+                    built._from_meta += tensor.device.type == "meta" != made.device.type
                 return made
 
+            before = built._from_meta
             for child in module.children() if recurse else ():
                 child._apply(fn)
-            return plain(module, convert, recurse=False)  # type: ignore[no-untyped-call]
+            built.converting = True
+            try:
+                return plain(module, convert, recurse=False)  # type: ignore[no-untyped-call]
+            finally:
+                built.converting = False
+                if built._from_meta > before:
+                    built._filled(module)
 
         torch.nn.Module._apply = apply  # type: ignore[method-assign]
         try:

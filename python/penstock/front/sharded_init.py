@@ -57,6 +57,11 @@ class _Context:
         if self.seen is not None:
             self.seen.wrote(tensor)
 
+    def filled(self, module: torch.nn.Module) -> None:
+        """Called with a module that was on the meta device and got memory."""
+        if self.seen is not None:
+            self.seen.modules.add(module)
+
     def place(self) -> tuple[str, torch.device]:
         return self.path, self.device
 
@@ -191,7 +196,7 @@ def _filled(context: _Context, held: Any, strict: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _sharded(context: _Context, held: Any) -> Iterator[None]:
     """In this context parameters lose their memory when modules get them."""
-    built = Built(held, lambda: _open[-1].place(), context.wrote)
+    built = Built(held, lambda: _open[-1].place(), context.wrote, context.filled)
     handle = torch_modules.register_module_parameter_registration_hook(built.registered)
     _open.append(context)
     try:

@@ -24,7 +24,7 @@ _MOST_DIVISORS = (
 )
 
 
-class ElasticityError(ConfigError):
+class ElasticityError(ConfigError):  # type: ignore[misc]
     """The base of the errors of this package."""
 
 

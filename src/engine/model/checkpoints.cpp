@@ -151,14 +151,13 @@ std::vector<std::string> candidates(const std::string& path, const std::string& 
   return found;
 }
 
-// Returns the state to save or load. If `frozen` is false, it lacks the parameters that do not train
-// and for which `absent` holds. Parameters that do not train have flats of their own.
+// Returns the state to save or load. If `frozen` is false, it lacks the parameters that do not
+// train and for which `absent` holds. Parameters that do not train have flats of their own.
 std::vector<ckpt::Holding> without(std::vector<ckpt::Holding> found, bool frozen,
                                    const std::function<bool(const ckpt::Holding&)>& absent) {
   if (!frozen) {
-    std::erase_if(found, [&](const ckpt::Holding& one) {
-      return !one.flat->trainable && absent(one);
-    });
+    std::erase_if(found,
+                  [&](const ckpt::Holding& one) { return !one.flat->trainable && absent(one); });
   }
   return found;
 }
@@ -268,7 +267,8 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   const Json& value = scale.at("value");
   if (!value.is_number()) scale.fail("\"value\" is not a number");
   if (scale.at("active") == true) {
-    const bool counts = numbers.object("loss_scale").contains("tolerated");  // not in older versions
+    const bool counts =
+        numbers.object("loss_scale").contains("tolerated");  // not in older versions
     state.loss_scale.restore(value.get<double>(), scale.whole("good_steps", 0, kMost),
                              counts ? scale.whole("tolerated", 0, kMost) : 0);
   }
@@ -445,7 +445,8 @@ void Core::State::Checkpointing::check_asked(const std::string& path, const std:
                      "\" cannot name a folder: it must not be empty, begin with a dot, contain a "
                      "slash or be \"latest\"");
   }
-  const std::vector<std::string> asked = share("save", concat(path, "\n", tag, "\n", options.wait, options.frozen));
+  const std::vector<std::string> asked =
+      share("save", concat(path, "\n", tag, "\n", options.wait, options.frozen));
   for (size_t other = 0; other < asked.size(); ++other) {
     if (!problem.empty() || asked[other] == asked.front()) continue;
     problem = concat("[engine::save] rank 0 and rank ", other,

@@ -44,17 +44,15 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
         optimizer: a torch optimizer, or a callable that creates one from the parameters; default:
             the config's optimizer.
         model_parameters: parameters or groups for the config's optimizer; default: all trainable.
-        training_data: a dataset for the returned loader.
+        training_data, collate_fn: a dataset for the returned loader, and what makes its batches.
         lr_scheduler: a scheduler, which is stepped after each update, or a callable that creates
             one from the optimizer; default: the config's scheduler.
         distributed_port: rank 0's port if no launcher sets it.
         mpu: gives the groups of ranks that share sequences, or of ranks over which the model's own
             modules cut parameters (docs/deepspeed.md). It must have one stage.
-        dist_init_required: False to leave torch.distributed as it is.
-        collate_fn: passed to the loader.
-        config: a dict, a path, JSON text, or base64 of JSON text.
+        dist_init_required: False if there must be a process group already.
+        config, config_params: a dict, a path, JSON text, or base64 of JSON text.
         mesh_param: (data ranks, sequence ranks), instead of an mpu.
-        config_params: another name of `config`.
 
     Returns:
         The engine, its optimizer (None without one), the loader (None without training_data) and
@@ -67,8 +65,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
     _check(model, mpu, mesh_param)
     assert model is not None
     given = _one_config(args, config, config_params)
-    if dist_init_required is not False and not torch.distributed.is_initialized():
-        init_distributed(distributed_port=distributed_port)
+    if not torch.distributed.is_initialized():
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     engine = kind(
         args=args,
@@ -81,11 +79,16 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
         collate_fn=collate_fn,
         config=given,
     )
+    _say_taken(engine)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _say_taken(engine: DeepSpeedEngine) -> None:
+    """Logs once, on rank 0, the keys in effect and the native settings that they become."""
     taken = [f"{one.key}: {one.note}" for one in engine._config.translated.given
              if one.fate == "taken" and one.note]  # fmt: skip
     if taken:
         log_dist_once("keys of the config in effect: " + "; ".join(taken), ranks=[0])
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _one_config(args: Any, config: Any, config_params: Any) -> Any:

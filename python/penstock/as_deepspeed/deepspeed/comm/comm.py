@@ -18,6 +18,7 @@ from penstock.front import process_group
 from penstock.monitor.deepspeed_comms import CommsLogger, timed
 
 from .. import _table
+from .._refusal import DeepSpeedRefusal
 
 
 def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
@@ -43,13 +44,17 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
             the default of `comm.timeout_s`; a config that sets this key decides alone.
 
     Raises:
-        ConfigError: DEEPSPEED_TIMEOUT is not a number of minutes.
+        ConfigError: DEEPSPEED_TIMEOUT is not a number of minutes, or dist_init_required is False
+            and there is no process group.
     """
     if dist.is_initialized():
         _warn_of_unused(timeout)
         return
     if dist_init_required is False:
-        return
+        raise DeepSpeedRefusal(
+            "[deepspeed::init_distributed] dist_init_required is False, and torch.distributed has "
+            "no process group: make one first, or leave the argument out"
+        )
     waits = _default_timeout() if timeout is None else timeout
     backend = dist_backend or "gloo"
     if "nccl" in backend or "ccl" == backend:

@@ -135,13 +135,13 @@ class CutParameters:
             parts = [torch.empty_like(own) for _ in range(self._count)]
             flat = [one.view(-1).view(torch.uint8) for one in parts]
             dist.all_gather(flat, own.view(-1).view(torch.uint8), group=self._group)
-            blocks = [part.unflatten(dim, (stride, -1)) for part in parts]
+            blocks = [torch.unflatten(part, dim, (stride, -1)) for part in parts]
             param.data = torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
 
     def give_back(self) -> None:
         """Gives the parameters their parts again."""
         for param, dim, stride in self._cut.values():
-            blocks = param.data.unflatten(dim, (stride, self._count, -1))
+            blocks = torch.unflatten(param.data, dim, (stride, self._count, -1))
             param.data = blocks.select(dim + 1, self._rank).flatten(dim, dim + 1).clone()
 
 
@@ -161,4 +161,4 @@ def _place(name: str, param: torch.nn.Parameter) -> tuple[int, int]:
 
 def _hash(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).digest()
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).digest()

@@ -35,7 +35,7 @@ _OURS = "deepspeed"  # the key in client_state with this module's data
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class TagMismatch(ConfigError, AssertionError):
+class TagMismatch(ConfigError, AssertionError):  # type: ignore[misc]
     """Ranks pass different tags, and "checkpoint.tag_validation" is "Fail"."""
 
 
@@ -281,7 +281,7 @@ class EngineCheckpoints:
         kept, state = json.loads(found.front).get("scheduler"), json.loads(found.state)
         self.skipped_steps = state["skipped"]
         self.global_steps = state["steps"] + self.skipped_steps
-        self.global_samples = self.global_steps * self.train_batch_size()
+        self.global_samples = self.global_steps * self._config.train_batch_size
         if scheduler and self.lr_scheduler is not None and kept is not None:
             self.lr_scheduler.load_state_dict(decode(kept["state"]))
 

@@ -10,6 +10,7 @@ import argparse
 import glob
 import os
 import pathlib
+import re
 from typing import Any
 
 import torch
@@ -78,8 +79,13 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
-    """Returns the matching files, sorted. Raises FileNotFoundError if there are none."""
-    found = sorted(glob.glob(os.path.join(checkpoint_dir, glob_pattern)))
+    """Returns the matching files, sorted by their numbers. Raises FileNotFoundError if there are
+    none."""
+
+    def parts(path: str) -> list[Any]:
+        return [int(one) if one.isdigit() else one for one in re.split(r"(\d+)", path)]
+
+    found = sorted(glob.glob(os.path.join(checkpoint_dir, glob_pattern)), key=parts)
     if not found:
         raise FileNotFoundError(f"no {glob_pattern} in {checkpoint_dir}")
     return found

@@ -66,6 +66,7 @@ class PipelineEngine(DeepSpeedEngine):
     _INSTRUCTION_MAP = _missing_name.Thing(
         "PipelineEngine._INSTRUCTION_MAP", "the engine runs its own plan, not DeepSpeed's methods"
     )
+    module: PipelineModule
     _reduction = "mean"  # losses are not divided by gradient_accumulation_steps here
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -172,7 +173,13 @@ class PipelineEngine(DeepSpeedEngine):
         if data_sampler is None:
             data_sampler = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
         return super().deepspeed_io(
-            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers
+            dataset,
+            batch_size,
+            route,
+            pin_memory,
+            data_sampler,
+            collate_fn,
+            num_local_io_workers=num_local_io_workers,
         )
 
     # ---- data

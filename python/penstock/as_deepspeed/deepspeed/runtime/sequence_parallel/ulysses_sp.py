@@ -22,12 +22,12 @@ from ... import _missing_name
 from ...sequence.layer import to_heads, to_tokens
 from ...utils.logging import logger
 from . import parallel_state_sp
+from .tiled_compute import AutogradComputeMLP as AutogradComputeMLP
+from .tiled_compute import TiledFusedLogitsLoss as TiledFusedLogitsLoss
+from .tiled_compute import TiledMLP as TiledMLP
+from .tiled_compute import sequence_tiled_compute as sequence_tiled_compute
 
-_TILES = "use the native key tiling.loss_tokens (docs/config.md)"
-SequenceTiledCompute = _missing_name.cls("SequenceTiledCompute", _TILES)
-TiledMLP = _missing_name.cls("TiledMLP", _TILES)
-TiledFusedLogitsLoss = _missing_name.cls("TiledFusedLogitsLoss", _TILES)
-sequence_tiled_compute = _missing_name.function("sequence_tiled_compute", _TILES)
+SequenceTiledCompute = _missing_name.cls("SequenceTiledCompute", "call sequence_tiled_compute()")
 
 _CORE = "sdpa"
 _IGNORED = -100  # the label that losses of torch and transformers ignore

@@ -334,7 +334,7 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
         for param in params:
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         try:
-            seen = [] if modifier_rank is not None else [_hash(one) for one in params]
+            seen = [] if modifier_rank is not None else [_digest(one) for one in params]
             yield
             if modifier_rank:  # the engine keeps the values of rank 0
                 for _, own in engines.values():
@@ -356,8 +356,29 @@ def _by_engine(params: list[torch.Tensor]) -> dict[int, tuple[Any, list[torch.Te
     return engines
 
 
-def _hash(param: torch.Tensor) -> int:
-    return int(torch.hash_tensor(param.detach()).view(torch.int64)) if param.numel() else 0
+def _digest(param: torch.Tensor) -> list[int]:
+    """Two numbers that an edit changes, unless it only moves values. The engine refuses such an
+    edit later."""
+    values = param.detach()
+    if not values.numel():
+        return []
+    total = values.sum(dtype=torch.float64)
+    return [int(one.view(torch.int64)) for one in (torch.hash_tensor(values), total)]
+
+
+def _on_any_rank(flags: list[bool], device: torch.device) -> list[bool]:
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [bool(one) for one in found.tolist()]
+
+
+def _are_equal(values: torch.Tensor) -> bool:
+    """Whether all ranks have the same values. All ranks must call it."""
+    first = values.detach().clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(first, 0)
+    return not _on_any_rank([not torch.equal(first, values)], values.device)[0]
 
 
 def _keep_same_edits(engines: dict[int, tuple[Any, list[torch.Tensor]]], seen: Any) -> None:
@@ -366,12 +387,9 @@ def _keep_same_edits(engines: dict[int, tuple[Any, list[torch.Tensor]]], seen: A
     All ranks must call it.
     """
     for engine, own in engines.values():
-        now = torch.tensor([_hash(one) for one in own], device=own[0].device)
-        changed = now != now.new_tensor([seen[id(one)] for one in own])
-        edges = torch.stack([now, ~now, -changed.long()])
-        dist.all_reduce(edges, dist.ReduceOp.MIN)
-        same = (edges[0] == ~edges[1]) & (edges[2] < 0)
-        kept = [one for one, keep in zip(own, same.tolist(), strict=True) if keep]
+        changed = [_digest(one) != seen[id(one)] for one in own]
+        edited = zip(own, _on_any_rank(changed, own[0].device), strict=True)
+        kept = [one for one, is_edited in edited if is_edited and _are_equal(one.data)]
         if kept:
             with engine.gathered(kept, write=True):
                 pass
@@ -394,13 +412,9 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
             dist.broadcast(values, modifier_rank)
         held.keep(hollow, values)
         return
-    now = torch.tensor(_hash(shown))
-    edges = torch.stack([now, ~now, -torch.tensor(not torch.equal(shown, values)).long()])
-    if not alone:
-        dist.all_reduce(edges, dist.ReduceOp.MIN)
-    if not edges[2]:
+    if not _on_any_rank([not torch.equal(shown, values)], shown.device)[0]:
         return
-    if edges[0] != ~edges[1]:
+    if not _are_equal(shown):
         raise penstock.RuntimeFault(
             "[deepspeed::GatheredParameters] a rank changed values without a modifier_rank, and "
             "ranks have different values now: pass the rank whose values to keep"
