@@ -139,7 +139,7 @@ class PENSTOCK_API Group {
   // `timeout` bounds every exchange. The process group must have a CPU backend (gloo) with
   // point-to-point operations and should serve only Penstock. `downward` is an optional second
   // process group over the same ranks for data to lower ranks: gloo's thread needs less processor
-  // time with one connection per direction (benchmarks/README.md). renew() calls `connect` on all
+  // time with one connection per direction (docs/decisions.md). renew() calls `connect` on all
   // ranks to make two new process groups, and fails without it.
   static std::shared_ptr<Group> from_process_group(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,

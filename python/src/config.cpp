@@ -20,7 +20,7 @@ Config config_of(const py::object& given) {
   return Config::parse(text.cast<std::string>());
 }
 
-void bind_state_sections(py::module_& module) {
+void bind_mesh_sections(py::module_& module) {
   py::class_<MeshConfig>(module, "MeshConfig")
       .def_readonly("data", &MeshConfig::data)
       .def_readonly("tensor", &MeshConfig::tensor)
@@ -43,6 +43,9 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("cut_logits", &ParallelConfig::cut_logits)
       .def_readonly("norms", &ParallelConfig::norms)
       .def_readonly("verify", &ParallelConfig::verify);
+}
+
+void bind_state_sections(py::module_& module) {
   py::class_<OffloadConfig>(module, "OffloadConfig")
       .def_readonly("optimizer", &OffloadConfig::optimizer)
       .def_readonly("params", &OffloadConfig::params)
@@ -149,6 +152,7 @@ void bind_deepspeed(py::module_& module) {
 
 void bind_config(py::module_& module) {
   bind_deepspeed(module);
+  bind_mesh_sections(module);
   bind_state_sections(module);
   bind_step_sections(module);
   py::class_<Config>(module, "Config")

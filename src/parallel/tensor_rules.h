@@ -42,8 +42,9 @@ struct Ruled {
 // "shared:2" (2 heads; fewer heads than ranks), "partial", "whole". The front's own styles are
 // skipped: "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules
 // around others). A pattern may also name a parameter with the style "partial", "whole", "own_rows"
-// or "own_columns" (parts as for "column" are allowed). The first rule that matches applies. Throws ConfigError for rules that match nothing, are impossible,
-// or contradict each other on a shared parameter.
+// or "own_columns" (parts as for "column" are allowed). The first rule that matches applies. Throws
+// ConfigError for rules that match nothing, are impossible, or contradict each other on a shared
+// parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);
 

@@ -254,13 +254,13 @@ def test_a_checkpoint_has_the_generator_of_the_device(device_pools, tmp_path):
 
 
 def beside_a_device():
-    """A model on the CPU is told of, and one in pieces cannot be made on a device."""
+    """A model on the CPU is told of, and one in pieces cannot be made on another device."""
     import penstock  # noqa: PLC0415
 
     place = on_device.device()
-    with pytest.warns(RuntimeWarning, match=f'model.to."{on_device.NAME}'):
+    with pytest.warns(RuntimeWarning, match=f'initialize.device="{on_device.NAME}'):
         penstock.initialize(zoo.build("gpt"), Case("zero2", "fp32").config()).close()
-    with torch.device(place), penstock.init():
+    with torch.device(f"{on_device.NAME}:1"), penstock.init(device=place):
         return raised(lambda: torch.nn.Linear(4, 4))
 
 

@@ -202,6 +202,54 @@ def test_every_way_gives_the_same(cell, pools, device_pools, tmp_path):
     (pools if cell[0] == "cpu" else device_pools)(2).run(every_way, *cell, str(tmp_path))
 
 
+# ---- transformers
+
+
+def pretrained(folder):
+    """from_pretrained() under init() and the files alone give the training of plain torch."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
+
+    import penstock  # noqa: PLC0415
+
+    on_device.schedule(0)
+    place = torch.device(on_device.device())
+    small = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": ROWS, "n_positions": 16}
+    config = GPT2Config(**small, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    torch.manual_seed(4)
+    model = GPT2LMHeadModel(config)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    tokens, losses = torch.arange(12)[None], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    tokens = tokens.to(place)
+    for weights in (None, folder):
+        with penstock.init(timeout_s=30.0, weights=weights):
+            if weights is None:
+                model, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+                assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys"))
+            else:
+                model = GPT2LMHeadModel(config)
+        engine = penstock.initialize(model.train(), SETTINGS, strategy="zero3")
+        assert model.device == place
+        for expected in losses:
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected, abs=1e-5)
+        engine.close(gather=False)
+
+
+def test_models_of_transformers(device_pools, tmp_path):
+    device_pools(2).run(pretrained, str(tmp_path))
+
+
 # ---- the choice of a device
 
 
@@ -359,6 +407,9 @@ def peaks(how, folder, layers, width, budget):
     sim.set_memory_limit(device)
     build = functools.partial(Deep, layers, width)
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(1)).to(place)
+    with penstock.init(timeout_s=60.0):  # what is loaded on first use does not count
+        first = Deep(1, 8)
+    penstock.initialize(first, SETTINGS, strategy="zero3").close()
     gc.collect()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
@@ -378,7 +429,8 @@ def peaks(how, folder, layers, width, budget):
         offload={"optimizer": how[1], "gradients": HOST}
         | ({"path": folder} if how[1] == DISK else {}),
         memory={"host_bytes": host, "device_bytes": device},
-        units={"max_bytes": 2 * width * width},
+        units={"max_bytes": 4 * width * width},
+        prefetch_bytes=2 * width * width,
     )
     losses = []
     for _ in range(2):

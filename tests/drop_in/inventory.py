@@ -91,7 +91,7 @@ deepspeed.runtime.fp16.loss_scaler.LossScaler x(scale=2).loss_scale
 deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler x(init_scale=4).cur_scale
 deepspeed.runtime.utils.move_to_device x([torch.ones(1)], 'cpu')
 deepspeed.runtime.utils.see_memory_usage x('now', force=True)
-deepspeed.runtime.utils.clip_grad_norm_ ! x(model.parameters(), 1.0)
+deepspeed.runtime.utils.clip_grad_norm_ x(model.parameters(), 1.0)
 deepspeed.runtime.utils.partition_uniform x(7, 3)
 deepspeed.runtime.dataloader.RepeatingLoader next(x([1]))
 deepspeed.runtime.dataloader.DeepSpeedDataLoader
@@ -290,7 +290,7 @@ deepspeed.module_inject.replace_transformer_layer ! x(None, model, None, None, N
 deepspeed.utils.torch.required_torch_version x(min_version=2.1) and not x(max_version='1.13')
 deepspeed.utils.torch.register_grad_hook x(model.weight, print)
 deepspeed.utils.numa.get_numactl_cmd ! x(None, 1, 0)
-deepspeed.utils.comms_logging.CommsLogger ! x()
+deepspeed.utils.comms_logging.CommsLogger x()
 deepspeed.utils.set_log_level_from_string x('warning')
 deepspeed.runtime.precision_config.get_bfloat16_config x({'bf16': {'enabled': True}}).enabled
 deepspeed.runtime.precision_config.get_float16_config x({}).loss_scale_window == 1000

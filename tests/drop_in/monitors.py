@@ -97,7 +97,7 @@ def train(
         was_skipped = engine.skipped_steps > skipped
         told["loss"].append(None if was_skipped else sum(losses) / parts)
         told["lr"].append(engine.lr if native else engine.get_lr()[0])
-        told["scale"].append(engine.loss_scale)
+        told["scale"].append(getattr(engine, "cur_scale", None) or engine.loss_scale)
         told["samples"].append((len(told["samples"]) + 1) * ROWS * parts * ranks.world())
     if native:
         engine.close()

@@ -327,11 +327,8 @@ def piped(
     first = sent and mpu.get_model_parallel_rank() == 0
 
     def received(given: Any) -> Any:
-        both = (
-            torch.stack(given) if first else torch.empty(2, megatron.ROWS, megatron.LENGTH).long()
-        )
-        source = dist.get_process_group_ranks(group)[0]
-        dist.broadcast(both, source, group=group)
+        both = torch.stack(given if first else megatron.batch(0, 0))
+        dist.broadcast(both, dist.get_process_group_ranks(group)[0], group=group)
         return both[0], both[1]
 
     def data_of(step: int) -> Any:
@@ -347,22 +344,27 @@ def piped(
     evaluated = float(engine.eval_batch(data_of(9)))
     weights = engine.native.state_dict(rank0_only=False)
     told = [engine.is_model_parallel, engine.mp_world_size, engine.dp_world_size]
-    bounds, shape = model.parts, model.tied_modules["embed"].weight.shape
+    shape = [*model.tied_modules["embed"].weight.shape]
     engine.destroy()
-    theirs = plain_pipeline(tensor, data, bounds)
-    names = dict(NAMES)
-    for index in range(4):
-        for name, _ in model.get_submodule(str(index + 2)).named_parameters():
-            names[f"blocks.{index}.{name}"] = f"{index + 2}.{name}"
-    ours = {name: weights[other] for name, other in names.items()}
+    theirs = plain_pipeline(tensor, data, model.parts)
+    ours = {name: weights[other] for name, other in _names(model).items()}
     return {
         "losses": _apart(losses, theirs["losses"]),
         "norm": abs(norm - theirs["norm"]) / theirs["norm"],
         "evaluated": abs(evaluated - theirs["evaluated"]),
         "weights": _far(ours, theirs["model"]),
         "told": told,
-        "shape": [*shape],
+        "shape": shape,
     }
+
+
+def _names(model: Any) -> dict[str, str]:
+    """The names of parameters in the pipeline, by their names in the model of one process."""
+    names = dict(NAMES)
+    for index in range(4):
+        for name, _ in model.get_submodule(str(index + 2)).named_parameters():
+            names[f"blocks.{index}.{name}"] = f"{index + 2}.{name}"
+    return names
 
 
 EVERY = {"activation_checkpoint_interval": 1}

@@ -502,3 +502,57 @@ def test_leaf_modules(drop_in_pools):
     assert [text.split(":")[0] for text in texts] == ["ValueError"] * 3
     assert section == ["blocks", "blocks.0", "head"]
     assert params == [True] * 6
+
+
+# ---- states in host memory
+
+
+def offloaded(stage: int) -> dict[str, Any]:
+    """offload_states() and reload_states() between steps, beside an engine without them."""
+    ds, weights, said = deepspeed(), [], []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        engine = ds.initialize(model=model, config=config(stage))[0]
+        for step in range(3):
+            x, y = batch(step, torch.distributed.get_rank())
+            engine.backward(functional.cross_entropy(engine(x), y))
+            engine.step()
+            if moves:
+                engine.offload_states(include=["optim_states", "hp_params"], pin_memory=True)
+                if stage > 0:
+                    engine.optimizer.offload_states(device="cpu", non_blocking=True)
+                said = [
+                    raised(functools.partial(engine.offload_states, **options))
+                    for options in ({"device": "nvme"}, {"include": ["typo"]}, {"device": "none"})
+                ]
+                engine.reload_states(non_blocking=True)
+        engine.destroy()
+        weights.append(values(model))
+    return {"same": bool(torch.equal(*weights)), "said": said}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_offload_states_on_a_cpu(drop_in_pools, stage):
+    for found in drop_in_pools(2).run(offloaded, stage):
+        assert found["same"]
+        nvme, unknown, none = found["said"]
+        assert "NVMe is not supported, as in DeepSpeed" in nvme
+        assert "'typo' is not a valid OffloadStateTypeEnum" in unknown and none == ""
+
+
+def sections() -> list[Any]:
+    zero = deepspeed().runtime.zero
+    make = zero.config.DeepSpeedZeroConfig
+    return [
+        make(cpu_offload=True).offload_optimizer.device.value,
+        make(cpu_offload_param=True).offload_param.device.value,
+        make(stage3_gather_fp16_weights_on_model_save=True).gather_16bit_weights_on_model_save,
+        [make(stage=stage).overlap_comm for stage in (1, 3)],
+        make(offload_optimizer={"pipeline_read": True}).offload_optimizer.pipeline,
+        make(leaf_module={"names": "a"}).leaf_module.names,
+    ]
+
+
+def test_sections_of_the_config(drop_in_pools):
+    assert drop_in_pools(1).run(sections)[0] == ["cpu", "cpu", True, [False, True], True, ["a"]]

@@ -182,8 +182,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "ranks that compute together are seeded apart",
         "python/penstock/front/engine.py",
-        "torch.manual_seed(self.config.seed + self._of_stage() // self.config.mesh.tensor)",
-        "torch.manual_seed(self.config.seed + self._of_stage())",
+        "            own = ranks.rank() // mesh.tensor % (mesh.data * mesh.sequence)\n",
+        "            own = ranks.rank()\n",
         life("dropout"),
     ),
     Mutation(

@@ -34,7 +34,9 @@ def refusals(folder):
     engine = tiny()
     tiny_step(engine)
     engine.backward(engine(torch.ones(2, 8)).mean())
-    with pytest.raises(penstock.ConfigError, match="middle of a window, so the gradients of 1 of 1"):
+    with pytest.raises(
+        penstock.ConfigError, match="middle of a window, so the gradients of 1 of 1"
+    ):
         engine.save(folder)
     engine.zero_grad()
     with engine.gathered(write=True), pytest.raises(penstock.ConfigError, match="write=True"):

@@ -235,7 +235,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"dtypes": {"a": "int8"}})", {R"("dtypes.a" is "int8")"}},
         Bad{R"({"dtypes": {"": "fp32"}})", {"empty name pattern"}},
         Bad{R"({"table": {"param": {"rest": "XX@device:bf16"}}})",
-            {R"("table.param.rest" is "XX@device:bf16")", "R S P"}},
+            {R"("table.param.rest" is "XX@device:bf16")", "R, S or P"}},
         Bad{R"({"table": {"param": {"rest": "SS@device:bf61"}}})",
             {"table.param.rest", "did you mean 'bf16'"}},
         Bad{R"({"offload": "atuo"})", {R"("offload" is "atuo"; allowed: "auto" or an object)"}},

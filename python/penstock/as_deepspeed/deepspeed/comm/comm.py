@@ -35,30 +35,26 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
 ) -> None:
     """Creates torch.distributed's process group, unless it exists.
 
-    The launcher's environment variables give rank and address. Without them this process is the
-    only rank. Back ends for devices (nccl, ccl) are replaced by gloo.
+    The launcher's environment gives rank and address; without it this process is the only rank.
+    Back ends for devices (nccl, ccl) are replaced by gloo.
 
     Args:
         timeout: how long torch's collectives and the engine's waits for a peer last; default:
-            DEEPSPEED_TIMEOUT, in minutes, or 10 minutes. The engine's waits are never shorter than
-            the default of `comm.timeout_s`; a config that sets this key decides alone.
+            DEEPSPEED_TIMEOUT minutes, or 10. The engine's waits are never shorter than the default
+            of `comm.timeout_s`; a config that sets this key decides alone.
 
     Raises:
-        ConfigError: DEEPSPEED_TIMEOUT is not a number of minutes, or dist_init_required is False
-            and there is no process group.
+        ConfigError: DEEPSPEED_TIMEOUT is no number, or no group may be made.
     """
     if dist.is_initialized():
         _warn_of_unused(timeout)
         return
     if dist_init_required is False:
         raise DeepSpeedRefusal(
-            "[deepspeed::init_distributed] dist_init_required is False, and torch.distributed has "
-            "no process group: make one first, or leave the argument out"
+            "[deepspeed::init_distributed] dist_init_required is False, and there is no group yet"
         )
     waits = _default_timeout() if timeout is None else timeout
-    backend = dist_backend or "gloo"
-    if "nccl" in backend or "ccl" == backend:
-        backend = "gloo"
+    backend = "gloo" if "ccl" in (dist_backend or "ccl") else dist_backend
     if init_method is not None:
         dist.init_process_group(
             backend,
