@@ -68,7 +68,7 @@ TEST(Turns, FindDifferentCollectivesOfALane) {
     status.lanes.push_back({lane, waits, -1, sequence, tag, {0, 0.0, "move u2"}});
     return difference(Standing::parse(asks.text()), standing(0, "F"), status);
   };
-  EXPECT_NE(found("gather", true, 3, 8).find("`move u1`, but rank 0 in `move u2`"),
+  EXPECT_NE(found("gather", true, 3, 8).find("`move u1`, but rank 0 is in `move u2`"),
             std::string::npos);
   EXPECT_EQ(found("gather", true, 3, 7), "");
   EXPECT_EQ(found("gather", true, 2, 8), "");

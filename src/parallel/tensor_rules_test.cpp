@@ -108,8 +108,8 @@ TEST(Rules, SharedHeadsStayWhole) {
 TEST(Rules, WhatCannotBeIsNamed) {
   const std::pair<Rules, const char*> cases[] = {
       {{{"attn.qkv", "columns"}}, "did you mean \"column\""},
-      {{{"attn.qkv", "column:x"}}, "whole numbers, separated by commas"},
-      {{{"attn.qkv", "column:0"}}, "whole numbers, separated by commas"},
+      {{{"attn.qkv", "column:x"}}, "whole numbers after the colon"},
+      {{{"attn.qkv", "column:0"}}, "whole numbers after the colon"},
       {{{"attn.qkv", "vocab:2"}}, "takes no numbers"},
       {{{"attn.q", "column"}}, "no module or parameter has such a name"},
       {{{"norm", "column"}}, "The model has: wte, attn.qkv, attn.proj, mlp, head"},
