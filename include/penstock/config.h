@@ -36,7 +36,7 @@ struct OptimizerConfig {
 struct LossScaleConfig {
   double initial = 65536.0;
   int64_t window = 2000;   // good steps in a row before the scale doubles; 0 = never changes it
-  double min = 1.0;        // overflow at this scale is an error
+  double min = 1.0;        // at this scale `nonfinite` says what an overflow does
   int64_t settle = 0;      // good steps at the start and after an overflow that do not count
   int64_t hysteresis = 1;  // this overflow, and each later one, halves the scale
   std::string refill = "growth";  // "growth" "step": what starts the count of overflows again

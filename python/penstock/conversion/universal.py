@@ -19,6 +19,15 @@ def is_ours(folder: pathlib.Path) -> bool:
     return (folder / _MANIFEST).is_file()
 
 
+def is_newer(made: pathlib.Path, source: pathlib.Path) -> bool:
+    """Whether the folder is a checkpoint of Penstock, made after each file of `source`."""
+    if not is_ours(made):
+        return False
+    files = [one for one in source.rglob("*") if one.is_file()]
+    last = max((one.stat().st_mtime_ns for one in files), default=0)
+    return (made / _MANIFEST).stat().st_mtime_ns > last
+
+
 def make(source: pathlib.Path, out: pathlib.Path, say: Say = lambda line: None) -> None:
     """Makes the folder `out` from one checkpoint. The folder appears when it is complete.
 

@@ -69,6 +69,11 @@ class _Context:
 _open: list[_Context] = []  # the innermost last
 
 
+def is_open() -> bool:
+    """Whether a context of init() is open."""
+    return bool(_open)
+
+
 def waiting() -> Any:
     """Returns the store of parameters built under `init()` that have no engine yet, or None."""
     return _shared[0].held if _shared else None

@@ -102,6 +102,17 @@ def _read(text: str) -> dict[str, Any]:
     return found
 
 
+def _remove_experiments(folder: pathlib.Path) -> None:
+    """Removes what an earlier search wrote: folders with exp.json, experiments, and summaries."""
+    for one in folder.iterdir():
+        if one.is_dir() and (one / "exp.json").is_file():
+            shutil.rmtree(one)
+        elif one.name in ("summary.txt", "ds_config_optimal.json", "cmd_optimal.txt") or (
+            one.suffix == ".json" and '"result_dir"' in one.read_text(encoding="utf-8")
+        ):
+            one.unlink()
+
+
 class Tuner:
     """One search. `tune()` measures; then `best` has the fastest experiment."""
 
@@ -115,7 +126,7 @@ class Tuner:
         self._records: list[dict[str, Any]] = []
         for folder in (self._results, self._exps):
             if folder.exists() and self._settings.overwrite:
-                shutil.rmtree(folder)
+                _remove_experiments(folder)
             folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -274,6 +285,9 @@ def run_one(argv: list[str]) -> int:
 # ---- in the ranks
 
 
+_STEPS = ("start_profile_step", "end_profile_step")
+
+
 def after_step(engine: Any, section: dict[str, Any]) -> None:
     """Times the steps of an experiment. After the last one rank 0 writes the file `metric_path`,
     and every rank ends.
@@ -285,10 +299,13 @@ def after_step(engine: Any, section: dict[str, Any]) -> None:
     path = section.get("metric_path")
     if not path or not section.get("enabled"):
         return
-    first, last = section["start_profile_step"], section["end_profile_step"]
-    if engine.global_steps == first:
+    kept = Settings.of({key: section[key] for key in _STEPS if key in section})
+    first, last = kept.start_profile_step, kept.end_profile_step
+    done = getattr(engine, "_autotuning_steps", 0)  # a loaded checkpoint may begin at any step
+    engine._autotuning_steps = done + 1
+    if done + 1 == first:
         engine._autotuning_start = time.perf_counter()
-    if engine.global_steps < last:
+    if done + 1 < last:
         return
     latency = (time.perf_counter() - engine._autotuning_start) / (last - first)
     if engine.global_rank == 0:

@@ -137,7 +137,7 @@ class FlopsProfiler:
             self.print_model_aggregated_profile(module_depth, top_modules)
             if detailed:
                 print(f"\n{' Detailed Profile per GPU ':-^86}")
-                print("Of each module: params, MACs, fwd latency (with shares of the total), FLOPS")
+                print("Each module: params, MACs, fwd latency (with shares of the total), FLOPS")
                 self._print_modules()
             print("-" * 78)
 

@@ -119,8 +119,8 @@ class CutParameters:
             own[name] = (tuple(one.shape), told)
         all_of: list[Any] = [None] * self._count
         dist.all_gather_object(all_of, own, group=self._group)
-        for name in own:
-            if any(one.get(name) != own[name] for one in all_of):
+        for name in dict.fromkeys(name for one in all_of for name in one):  # all ranks raise
+            if any(one.get(name) != all_of[0].get(name) for one in all_of):
                 raise ConfigError(
                     f'[deepspeed::initialize] "{name}" differs between tensor ranks: if each has '
                     f"a part of it, set param.model_parallel = True and param.partition_dim, and "

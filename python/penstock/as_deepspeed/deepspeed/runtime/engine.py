@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 from logging import WARNING
 from typing import Any
 
@@ -52,6 +53,11 @@ _NOTHING = contextlib.nullcontext()
 def _halved(value: Any) -> Any:
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.half() if floats else value
+
+
+def _set_trainable(params: Sequence[torch.nn.Parameter], trains: bool) -> None:
+    for param in params:
+        param.requires_grad_(trains)
 
 
 def _close_earlier(model: torch.nn.Module) -> None:
@@ -218,7 +224,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
             native = self._with_parts_joined(native)
         if made is None:  # the weights are only read
             self._frozen = [one for one in self.module.parameters() if one.requires_grad]
-            self._set_trainable(False)
+            _set_trainable(self._frozen, False)
             text = "no optimizer: parameters get no gradients in this engine's forwards"
             log_dist(text, ranks=[0])
         if "path" in native.get("offload", {}):
@@ -226,7 +232,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         try:
             self.native = penstock.initialize(self.module, native, optimizer=made)
         finally:
-            self._set_trainable(True)
+            _set_trainable(self._frozen, True)
         if self._config.zero_optimization_stage == 3:
             mark_model(self.module, self._config.zero_config)
         self.basic_optimizer = made
@@ -283,15 +289,12 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
 
     def _without_gradients(self, inputs: Any, kwargs: Any) -> Any:
         """Runs the forward of an engine without an optimizer: its parameters get no gradients."""
-        self._set_trainable(False)
+        paused = [one for one in self._frozen if one.requires_grad]
+        _set_trainable(paused, False)
         try:
             return self.native(*inputs, **kwargs)
         finally:
-            self._set_trainable(True)
-
-    def _set_trainable(self, trains: bool) -> None:
-        for param in self._frozen:
-            param.requires_grad_(trains)
+            _set_trainable(paused, True)
 
     def _weigh(self, divided_by: float) -> None:
         """Sets how gradients enter the window from a loss that was divided by `divided_by`.

@@ -306,9 +306,10 @@ class EngineCheckpoints:
         if universal.is_ours(root / name):
             return name
         made = root / f"{name}.penstock"
-        log_dist(f"{root / name} is converted to {made}", ranks=[0], level=WARNING)
-        first = get_rank() == 0 and not universal.is_ours(made)
-        _together(lambda: universal.make(root / name, made) if first else None)
+        needed = get_rank() == 0 and not universal.is_newer(made, root / name)
+        if needed:
+            logger.warning(f"{root / name} is converted to {made}")
+        _together(lambda: universal.make(root / name, made) if needed else None)
         return made.name
 
     def _take(self, kept: dict[str, Any], scheduler: bool) -> None:

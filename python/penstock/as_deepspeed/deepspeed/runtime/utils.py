@@ -19,6 +19,7 @@ from penstock.front.engine import engine_of
 
 from .. import _missing_name
 from ..accelerator.real_accelerator import get_accelerator
+from ..utils.bwc import bwc_tensor_model_parallel_world_size
 
 _NORMS = "the engine shards gradients; engine.get_global_grad_norm() returns their norm"
 
@@ -74,7 +75,13 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 def clip_grad_norm_(
     parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: int = 2, mpu: Any = None
 ) -> Any:
-    """Clips as torch does. Raises ConfigError for the parameters of an engine."""
+    """Clips as torch does. Raises ConfigError for the parameters of an engine, and for an mpu with
+    tensor ranks."""
+    if bwc_tensor_model_parallel_world_size(mpu) > 1:
+        raise ConfigError(
+            "[deepspeed::clip_grad_norm_] an mpu with tensor ranks is not supported: pass it to "
+            "deepspeed.initialize() and set gradient_clipping in the config"
+        )
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(engine_of(one) is not None for one in chosen):
         raise ConfigError(

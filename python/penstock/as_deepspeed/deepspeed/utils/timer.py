@@ -78,12 +78,13 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Prints the named timers in milliseconds on these ranks (default: 0), and resets them."""
+        """Prints the named timers in milliseconds on these ranks (default: 0), and resets them on
+        every rank."""
+        known = [one for one in names if self.has_timer(one)]
+        times = [f"{one}: {self.timers[one].elapsed(reset) / normalizer:.2f}" for one in known]
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank not in (ranks or (0,)) and -1 not in (ranks or ()):
             return
-        known = [one for one in names if self.has_timer(one)]
-        times = [f"{one}: {self.timers[one].elapsed(reset) / normalizer:.2f}" for one in known]
         print(f"[Rank {rank}] " + " | ".join(("time (ms)", *times)))
 
     def get_mean(

@@ -52,17 +52,24 @@ def sequence_tiled_compute(  # noqa: PLR0913 - DeepSpeed's signature
     Args:
         fn: fn(**part, **kwargs_to_pass) -> output of the part.
         seqlen: the size of dim 1 of the tensors in kwargs_to_shard, [batch, seqlen, ...].
-        shards: the number of parts; the last ones may be shorter.
+        shards: the largest number of parts; the last one may be shorter.
         kwargs_to_shard, kwargs_to_pass: arguments that are cut, and that are not.
         grad_requiring_tensor_key, compute_params: accepted, without effect: all tensors and
             parameters get their gradients.
         output_unshard_dimension: the dim along which outputs are joined; 0: outputs are losses, [].
         output_reduction: None, "mean" or "sum" of the joined outputs.
 
-    Raises ConfigError for another output_reduction.
+    Raises ConfigError for another output_reduction, or a tensor with another size of dim 1.
     """
+    shapes = {key: tuple(one.shape) for key, one in kwargs_to_shard.items()}
+    unlike = {key: one for key, one in shapes.items() if one[1:2] != (seqlen,)}
+    if unlike:
+        raise ConfigError(
+            f"[deepspeed::tiled_compute] seqlen is {seqlen}, and kwargs_to_shard has {unlike}; "
+            f"allowed: tensors of [batch, seqlen, ...]"
+        )
     size, outputs = math.ceil(seqlen / shards), []
-    for begin in range(0, size * shards, size):
+    for begin in range(0, seqlen, size):
         part = {key: one[:, begin : begin + size] for key, one in kwargs_to_shard.items()}
         outputs.append(_recomputed(partial(fn, **part, **kwargs_to_pass)))
     joined = torch.stack(outputs) if output_unshard_dimension == 0 else (

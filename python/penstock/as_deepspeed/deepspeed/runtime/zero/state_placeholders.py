@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.front import sharded_init
 from penstock.front.engine import engine_of
 
 from ...utils.logging import logger
@@ -35,7 +36,7 @@ def _save_to_state_dict(
         if param is None or not hasattr(param, "ds_id") or _is_readable(param):
             continue
         destination[prefix + name] = torch.empty(0, dtype=param.dtype, device=param.device)
-        if not _told and engine_of(param) is not None:
+        if not _told and (engine_of(param) is not None or not sharded_init.is_open()):
             _told.append(True)
             logger.warning(
                 "module.state_dict() has empty tensors for the parameters that ZeRO-3 shards. "
