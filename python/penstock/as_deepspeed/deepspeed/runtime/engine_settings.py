@@ -293,4 +293,6 @@ def _method(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 for _name, _look in _GETTERS.items():
-    setattr(EngineSettings, _name, _method(_look))
+    _getter = _method(_look)
+    _getter.__name__ = _name
+    setattr(EngineSettings, _name, _getter)
