@@ -33,7 +33,7 @@ def cases_found(arguments: list[Any], folder: pathlib.Path) -> dict[str, Any]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def run(
         env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks), **env},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=550,
         check=False,
     )
     found: dict[str, Any] = {}

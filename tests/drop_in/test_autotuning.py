@@ -55,7 +55,7 @@ def test_search_and_run(tmp_path):
         env=env | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=550,
         check=False,
     )
     assert done.returncode == 0, done.stderr
