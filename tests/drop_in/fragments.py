@@ -23,6 +23,7 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from loops import Model
+from raised import raised
 from reporting import report
 
 _HOST = {"device": "cpu"}
@@ -113,14 +114,6 @@ def _edit_gradients(params: list[torch.nn.Parameter]) -> float:
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-def _raised(call: Any, *args: Any) -> str:
-    try:
-        call(*args)
-    except Exception as error:  # noqa: BLE001 - the error is the result
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def refusals(stage: int) -> dict[str, Any]:
     """Frozen parameters, values that differ between ranks, and calls on one rank alone."""
     torch.manual_seed(0)
@@ -144,11 +137,11 @@ def refusals(stage: int) -> dict[str, Any]:
     safe_update_full_grad_vectorized([frozen, one], lambda gradient, param: 2 * gradient)
     found["doubled"] = torch.equal(safe_get_full_grad(one), 2 * gradient)
     found["said"] = [
-        _raised(safe_set_full_grad, one, gradient + rank),
-        _raised(safe_set_local_grad, one, torch.zeros(part.numel() + rank)),
-        _raised(safe_set_local_grad, frozen, torch.zeros(0)),
-        _raised(safe_get_full_fp32_param, torch.nn.Parameter(torch.ones(1))),
-        _raised(safe_get_full_optimizer_state, one, "typo"),
+        raised(safe_set_full_grad, one, gradient + rank),
+        raised(safe_set_local_grad, one, torch.zeros(part.numel() + rank)),
+        raised(safe_set_local_grad, frozen, torch.zeros(0)),
+        raised(safe_get_full_fp32_param, torch.nn.Parameter(torch.ones(1))),
+        raised(safe_get_full_optimizer_state, one, "typo"),
     ]
     found["kept"] = torch.equal(safe_get_full_grad(one), 2 * gradient)
     if rank == 0:  # alone

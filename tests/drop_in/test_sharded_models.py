@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pipe_models import deepspeed
+from raised import raised
 from torch import nn
 from torch.nn import functional
 
@@ -75,14 +76,6 @@ def gap(model: nn.Module, stage: int, plain: nn.Module) -> float:
         optimizer.zero_grad()
     engine.destroy()
     return (values(model) - values(plain)).abs().max().item()
-
-
-def raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - the error is the result
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # ---- zero.Init

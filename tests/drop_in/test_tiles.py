@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from pipe_models import deepspeed
-from test_sharded_models import WIDTH, Net, config, gap, raised
+from raised import raised
+from test_sharded_models import WIDTH, Net, config, gap
 from torch import nn
 from torch.nn import functional
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from raised import raised
 from reporting import report
 
 SIZES = (1, 3, 2)
@@ -58,19 +59,11 @@ def _plain(divided: bool) -> torch.nn.Module:
     return model
 
 
-def _raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - the error is the result
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def _tried(engine: Any, block: Callable[[], Any], said: dict[str, str]) -> None:
     """Enters a block and makes the calls that are refused inside it."""
     with block():
-        said["step"] = _raised(engine.step)
-        said["again"] = _raised(lambda: _tried(engine, block, {}))
+        said["step"] = raised(engine.step)
+        said["again"] = raised(lambda: _tried(engine, block, {}))
 
 
 def _engine(case: str, stage: int) -> Any:
@@ -126,7 +119,7 @@ def run(name: str) -> dict[str, Any]:
     said: dict[str, str] = {}
     block = engine.no_sync if case.startswith("no_sync") else engine.coalesce_grad_reduction
     if case.startswith(("no_sync", "coalesce")):
-        said["enter"] = _raised(lambda: _tried(engine, block, said))
+        said["enter"] = raised(lambda: _tried(engine, block, said))
         if said["enter"]:
             engine.destroy()
             return {"said": said}
@@ -136,8 +129,8 @@ def run(name: str) -> dict[str, Any]:
             boundaries.append(_window(engine, case, window, size))
         engine.step()
     if case == "unmanaged":
-        said["boundary"] = _raised(lambda: engine.set_gradient_accumulation_boundary(True))
-        said["coalesce"] = _raised(lambda: _tried(engine, engine.coalesce_grad_reduction, {}))
+        said["boundary"] = raised(lambda: engine.set_gradient_accumulation_boundary(True))
+        said["coalesce"] = raised(lambda: _tried(engine, engine.coalesce_grad_reduction, {}))
     counts = [engine.global_steps, engine.global_samples, engine.skipped_steps]
     engine.destroy()
     plain = _plain(divided=case != "unmanaged-undivided")
