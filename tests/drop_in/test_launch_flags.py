@@ -69,11 +69,14 @@ def test_variables_of_env_files_reach_the_nodes(place, capsys):
 
 @pytest.fixture
 def runner(monkeypatch):
+    monkeypatch.setattr(switch, "_DECIDE", ())  # other tests of this process may have imported them
     switch.install()
     from deepspeed.launcher import runner  # noqa: PLC0415 - only after the switch
 
     yield runner
     switch.uninstall()
+    for name in [one for one in sys.modules if one.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
 
 
 def test_a_script_may_add_exports(runner, monkeypatch, capsys):
