@@ -101,7 +101,10 @@ void bind_step_sections(py::module_& module) {
   py::class_<LossScaleConfig>(module, "LossScaleConfig")
       .def_readonly("initial", &LossScaleConfig::initial)
       .def_readonly("window", &LossScaleConfig::window)
-      .def_readonly("min", &LossScaleConfig::min);
+      .def_readonly("min", &LossScaleConfig::min)
+      .def_readonly("settle", &LossScaleConfig::settle)
+      .def_readonly("hysteresis", &LossScaleConfig::hysteresis)
+      .def_readonly("refill", &LossScaleConfig::refill);
   py::class_<CommConfig>(module, "CommConfig")
       .def_readonly("backend", &CommConfig::backend)
       .def_readonly("codec", &CommConfig::codec)

@@ -69,7 +69,8 @@ def test_search_and_run(tmp_path):
         assert ("metrics.json" in held) == (not name.endswith("_tmbspg2")), name
     given = json.loads((results / "z_given" / "metrics.json").read_text())
     assert given["world"] == 1 and given["throughput"] == pytest.approx(1 / given["latency"])
-    assert {one["strategy"] for one in given["alternatives"]} >= {"zero1", "zero2", "zero3"}
+    # On one rank zero1 and zero2 are the same table as ddp; the planner names each table once.
+    assert {one["strategy"] for one in given["alternatives"]} >= {"ddp", "zero3"}
     best = json.loads((results / "ds_config_optimal.json").read_text())
     assert "autotuning" not in best
     summary = (results / "summary.txt").read_text()

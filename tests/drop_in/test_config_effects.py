@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pipe_models as pipes
@@ -81,7 +82,7 @@ MODES = {"": [True, False], "Ignore": [False, False], "WARN": [True, False], "fa
 def tags(folder: str) -> dict[str, list[Any]]:
     """Saves under one tag and under a tag of each rank; returns what the engine says, by mode."""
     ds = pipes.deepspeed()
-    told = {}
+    told: dict[str, list[Any]] = {}
     for mode in MODES:
         config = CONFIG | ({"checkpoint": {"tag_validation": mode}} if mode else {})
         engine = ds.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
@@ -91,7 +92,8 @@ def tags(folder: str) -> dict[str, list[Any]]:
             engine.checkpoint_tag_validation_fail(),
         ]
         try:
-            engine.save_checkpoint(folder, f"rank{torch.distributed.get_rank()}")
+            engine.save_checkpoint(folder, f"{mode}of{torch.distributed.get_rank()}")
+            told[mode].append(sorted(one.name for one in pathlib.Path(folder).glob(f"{mode}of*")))
         except ValueError as error:
             told[mode].append(str(error))
         engine.destroy()
@@ -99,8 +101,11 @@ def tags(folder: str) -> dict[str, list[Any]]:
 
 
 def test_tags(drop_in_pools, tmp_path):
-    """A tag of each rank is refused in every mode: no rank could load such a checkpoint."""
+    """A tag of each rank is an error in the mode "fail"; else all ranks save under rank 0's."""
     for told in drop_in_pools(2).run(tags, str(tmp_path)):
         for mode, says in MODES.items():
             assert told[mode][:2] == says
-            assert "Pass the same path, tag" in told[mode][2]
+            if mode == "fail":
+                assert "failof0, failof1. Pass the same tag on every rank" in told[mode][2]
+            else:
+                assert told[mode][2] == [f"{mode}of0"]
