@@ -179,6 +179,17 @@ void remove_all(const std::string& path) {
 
 bool exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0; }
 
+std::string read_at(int file, int64_t offset, int64_t bytes, void* to) {
+  auto* at = static_cast<char*>(to);
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t got = ::pread(file, at + done, static_cast<size_t>(bytes - done), offset + done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return got == 0 ? "the file ends" : std::strerror(errno);
+    done += got;
+  }
+  return "";
+}
+
 bool is_tag(const std::string& tag) {
   return !tag.empty() && tag.front() != '.' && tag != kLatest &&
          tag.find_first_of(std::string("/\n\0", 3)) == std::string::npos;

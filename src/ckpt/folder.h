@@ -22,6 +22,8 @@ void sync_folder(const std::string& path);
 // Removes as much as it can and reports no errors.
 void remove_all(const std::string& path);
 bool exists(const std::string& path);
+// Reads `bytes` bytes at `offset` of an open file. Returns "", or why it did not read them all.
+std::string read_at(int file, int64_t offset, int64_t bytes, void* to);
 // "PATH: 12.00 GiB wanted, 3.10 GiB free: No space left on device"
 std::string space_error(const std::string& path, int64_t bytes, int error);
 

@@ -116,6 +116,11 @@ struct Comparison {
 
 }  // namespace
 
+bool has_parameter(const Manifest& manifest, const TensorLoadOptions& options,
+                   const std::string& name) {
+  return find(manifest, options, kParam, name) != nullptr;
+}
+
 // ---- reading
 
 TensorReader::TensorReader(const std::string& folder, const Manifest& manifest)

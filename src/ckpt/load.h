@@ -48,6 +48,10 @@ struct Target {
   std::set<std::string> elsewhere{};  // parameters of other stages; those stages check them
 };
 
+// Returns whether the checkpoint has the parameter, under this name or another one of a tied weight.
+bool has_parameter(const Manifest& manifest, const TensorLoadOptions& options,
+                   const std::string& name);
+
 // Throws one ConfigError that lists every missing or unexpected name, and every shape or dtype that
 // does not match.
 void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,

@@ -236,15 +236,10 @@ ShardReader::~ShardReader() { ::close(fd_); }
 
 void ShardReader::read_raw(int64_t offset, int64_t bytes, char* to) {
   bytes_read_ += bytes;
-  for (int64_t done = 0; done < bytes;) {
-    const ssize_t got = ::pread(fd_, to + done, static_cast<size_t>(bytes - done), offset + done);
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) {
-      throw Damaged(concat("[ckpt::load] cannot read ", bytes, " bytes at ", offset, " of \"",
-                           path_, "\": ", got == 0 ? "the file ends" : std::strerror(errno)));
-    }
-    done += got;
-  }
+  const std::string problem = read_at(fd_, offset, bytes, to);
+  if (problem.empty()) return;
+  throw Damaged(concat("[ckpt::load] cannot read ", bytes, " bytes at ", offset, " of \"", path_,
+                       "\": ", problem));
 }
 
 void ShardReader::read(int64_t offset, int64_t bytes, char* to) {

@@ -15,6 +15,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/ckpt/folder.h"
 
 namespace penstock {
 
@@ -56,17 +57,10 @@ void WeightsFile::check_unchanged() const {
 }
 
 void WeightsFile::read_raw(int64_t offset, int64_t bytes, void* to) const {
-  auto* at = static_cast<char*>(to);
-  for (int64_t done = 0; done < bytes;) {
-    const ssize_t got = ::pread(fd_, at + done, static_cast<size_t>(bytes - done), offset + done);
-    if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) {
-      throw RuntimeFault(concat("[ckpt::WeightsFile] cannot read ", bytes, " bytes at ", offset,
-                                " of \"", path_,
-                                "\": ", got == 0 ? "the file ends" : std::strerror(errno)));
-    }
-    done += got;
-  }
+  const std::string problem = ckpt::read_at(fd_, offset, bytes, to);
+  if (problem.empty()) return;
+  throw RuntimeFault(concat("[ckpt::WeightsFile] cannot read ", bytes, " bytes at ", offset,
+                            " of \"", path_, "\": ", problem));
 }
 
 void WeightsFile::read(int64_t offset, int64_t numel, at::ScalarType from, at::ScalarType into,

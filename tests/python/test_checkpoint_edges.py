@@ -254,3 +254,39 @@ def refused_late(folder):
 def test_objects_that_refuse(pools, tmp_path):
     pools(2).run(another_loader, str(tmp_path / "one"))
     pools(2).run(refused_late, str(tmp_path / "two"))
+
+
+class Tied(nn.Module):
+    """A layer that trains, and a frozen weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4, bias=False)
+        self.two.weight = self.one.weight
+        self.one.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.two(self.one(x)))
+
+
+def load_the_other_name(folder):
+    engine = initialize(Tied())
+    engine.load(folder, weights_only=True, frozen=False)
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+def test_a_frozen_tied_weight_is_loaded_under_its_other_name(pools, tmp_path):
+    """frozen=False keeps only what the checkpoint has under none of the names."""
+    from penstock import conversion  # noqa: PLC0415
+
+    torch.manual_seed(5)
+    state = Tied().state_dict()
+    del state["one.weight"]
+    torch.save(state, tmp_path / "model.pt")
+    conversion.convert(tmp_path / "model.pt", tmp_path / "made")
+    found = pools(2).run(load_the_other_name, str(tmp_path / "made"))[0]
+    torch.testing.assert_close(found["one.weight"], state["two.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(found["head.bias"], state["head.bias"], rtol=0, atol=0)

@@ -385,9 +385,8 @@ struct Core::State::Checkpointing::Load {
       }
       const auto lacks = [&](const ckpt::Holding& one) {
         return std::ranges::all_of(one.flat->slots, [&](const exec::Slot& slot) {
-          const std::string name = shared.names(one.unit, slot).name;
-          return chosen.manifest.find(concat("param/", name)) == nullptr &&
-                 chosen.manifest.find(concat("weight/", name)) == nullptr;
+          return !ckpt::has_parameter(chosen.manifest, wanted,
+                                      shared.names(one.unit, slot).name);
         });
       };
       target.holdings = without(ckpt::holdings(executor, rank, moments), options.frozen, lacks);
