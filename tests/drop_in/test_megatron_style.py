@@ -344,7 +344,7 @@ def piped(
     evaluated = float(engine.eval_batch(data_of(9)))
     weights = engine.native.state_dict(rank0_only=False)
     told = [engine.is_model_parallel, engine.mp_world_size, engine.dp_world_size]
-    shape = [*model.tied_modules["embed"].weight.shape]
+    shape = [*model.whole.tied["embed"].weight.shape]
     engine.destroy()
     theirs = plain_pipeline(tensor, data, model.parts)
     ours = {name: weights[other] for name, other in _names(model).items()}
@@ -362,7 +362,7 @@ def _names(model: Any) -> dict[str, str]:
     """The names of parameters in the pipeline, by their names in the model of one process."""
     names = dict(NAMES)
     for index in range(4):
-        for name, _ in model.get_submodule(str(index + 2)).named_parameters():
+        for name, _ in model.whole.get_submodule(str(index + 2)).named_parameters():
             names[f"blocks.{index}.{name}"] = f"{index + 2}.{name}"
     return names
 

@@ -25,13 +25,17 @@ def far(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 def names_of(model: torch.nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters()]
+    return [name for name, _ in model.whole.named_parameters()]
+
+
+def initial_of(model: Any) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in model.whole.parameters()]
 
 
 def trained(kind: str, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """On a rank: how far losses, a loss of eval_batch() and weights are from plain torch."""
     model = pipes.built(kind, **options)
-    names, initial = names_of(model), [one.detach().clone() for one in model.parameters()]
+    names, initial = names_of(model), initial_of(model)
     engine = pipes.deepspeed().initialize(model=model, config=pipes.config_of(**config))[0]
     micro = engine.gradient_accumulation_steps()
     data = engine.dp_world_size
@@ -46,13 +50,13 @@ def trained(kind: str, options: dict[str, Any], config: dict[str, Any]) -> dict[
     counts = [engine.global_steps, engine.micro_steps, engine.global_samples, model.parts]
     assert engine.train_batch_size() == pipes.ROWS * micro * data
     engine.destroy()
-    buffers = [one for one in model.buffers() if one.is_floating_point()]
+    buffers = [one for one in model.whole.buffers() if one.is_floating_point()]
     plain = pipes.plain_training(kind, initial, STEPS, data, micro)
     return {
         "losses": far([torch.tensor(losses)], [torch.tensor(plain["losses"])]),
         "evaluated": abs(evaluated - plain["evaluated"]),
         "weights": far([weights[name] for name in names], plain["weights"]),
-        "closed": far(list(model.parameters()), plain["weights"]),
+        "closed": far(list(model.whole.parameters()), plain["weights"]),
         "buffers": far([*buffers, torch.ones(1)], [*plain["buffers"], torch.ones(1)]),
         "counts": counts,
         "moved": far(plain["weights"], initial),
@@ -165,8 +169,8 @@ def given_parts(stage: int) -> dict[str, float]:
     ds = pipes.deepspeed()
     with ds.zero.Init(enabled=stage == 3):
         model = pipes.built("specs", num_stages=2)
-    with ds.zero.GatheredParameters(list(model.parameters())):
-        initial = [one.detach().clone() for one in model.parameters()]
+    with ds.zero.GatheredParameters(list(model.whole.parameters())):
+        initial = initial_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     engine, same, _, _ = ds.initialize(
@@ -181,7 +185,7 @@ def given_parts(stage: int) -> dict[str, float]:
     plain = pipes.plain_training("specs", initial, STEPS, 1, MICRO)
     return {
         "losses": far([torch.tensor(losses)], [torch.tensor(plain["losses"])]),
-        "weights": far(list(model.parameters()), plain["weights"]),
+        "weights": far(list(model.whole.parameters()), plain["weights"]),
         "stepped": stepped,
     }
 
@@ -221,7 +225,7 @@ def counted(interval: int) -> int:
         calls.append(1)
 
     model = pipes.built("modules", num_stages=2, activation_checkpoint_interval=interval)
-    own = getattr(model, str(model.parts[torch.distributed.get_rank()] + 1))
+    own = model.get_submodule(str(model.parts[torch.distributed.get_rank()] + 1))
     own.up.register_forward_pre_hook(count)
     engine = pipes.deepspeed().initialize(model=model, config=pipes.config_of())[0]
     engine.train_batch(pipes.batches("modules", 0, 0))
@@ -285,7 +289,7 @@ def with_loader() -> dict[str, Any]:
     """training_data, which begins again; then a loader of the user's, with a batch_fn."""
     ds = pipes.deepspeed()
     model = pipes.built("modules", num_stages=2)
-    initial = [one.detach().clone() for one in model.parameters()]
+    initial = initial_of(model)
     config = pipes.config_of(
         gradient_accumulation_steps=2,
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}},
@@ -326,7 +330,7 @@ def test_loaders(drop_in_pools):
 
 def evaluates(stages: int) -> dict[str, Any]:
     model = pipes.built("modules", num_stages=stages)
-    initial = [one.detach().clone() for one in model.parameters()]
+    initial = initial_of(model)
     engine = pipes.deepspeed().initialize(model=model, config=pipes.config_of(3))[0]
     rank = engine.grid.get_data_parallel_rank()
 
@@ -411,7 +415,7 @@ def goes_on(folder: str, stages: int, other: int, zero: tuple[int, int]) -> dict
     again.save_16bit_model(folder)
     again.destroy()
     written = torch.load(os.path.join(folder, "pytorch_model.bin"))
-    exported = far([written[name] for name in names_of(again.module)], [*again.module.parameters()])
+    exported = far([written[name] for name in names_of(again.module)], initial_of(again.module))
     return {
         "exported": exported,
         "same": same and set(kept) == set(loaded),
@@ -436,7 +440,7 @@ def places() -> list[Any]:
     from deepspeed.runtime.pipe import topology  # noqa: PLC0415
 
     topo = topology.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
-    model = pipes.built("modules", num_stages=2)
+    model, rank = pipes.built("modules", num_stages=2), torch.distributed.get_rank()
     other = copy.deepcopy(model)
     ids = pipes.batch("modules", 0, 0, 0)[0]
     return [
@@ -450,7 +454,10 @@ def places() -> list[Any]:
         topo.get_axis_comm_lists("model"),
         topo.get_axis_comm_lists("none"),
         [topo.filter_match(pipe=0, data=1), topo.get_axis_list("model", 1)],
-        [other.mpu() is model.mpu(), other.forward_funcs[1] is getattr(other, "1")],
+        [
+            other.mpu() is model.mpu(),
+            other.forward_funcs[1] is other.whole.get_submodule(str(other.parts[rank] + 1)),
+        ],
         torch.equal(model(ids), other(ids))
         and other.forward_funcs[1] is not model.forward_funcs[1],
     ]

@@ -60,7 +60,7 @@ def _set_trainable(params: Sequence[torch.nn.Parameter], trains: bool) -> None:
         param.requires_grad_(trains)
 
 
-def _close_earlier(model: torch.nn.Module) -> None:
+def close_earlier(model: torch.nn.Module) -> None:
     """Closes engines that still have parameters of the model."""
     for param in model.parameters():
         before = engine_of(param)
@@ -197,9 +197,17 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
     def _training_loader(self, dataset: Any) -> Any:
         return self.deepspeed_io(dataset)
 
+    @property
+    def _model(self) -> torch.nn.Module:
+        """The module that the native engine trains."""
+        return self.module
+
+    def _optimizer(self, given: Any, parameters: Any) -> tuple[Any, dict[str, Any]]:
+        return optimizer_of(self._config, self._model, given, parameters)
+
     def _start(self, given: Any, parameters: Any) -> None:
         check_arguments(self, self._reduction)
-        made, native = optimizer_of(self._config, self.module, given, parameters)
+        made, native = self._optimizer(given, parameters)
         tensor = native.get("mesh", {}).get("tensor", 1)
         if self._config.sequence_parallel_size > 1 and tensor > 1:
             raise ConfigError(
@@ -208,7 +216,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
             )
         native["batch"] = {**native.get("batch", {}), "reduction": self._reduction}
         rules = rules_of(
-            self.module,
+            self._model,
             self._config._values.get("tensor_parallel", {}),
             tensor,
         )
@@ -219,22 +227,22 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
                     '"penstock.parallel.rules" both define how layers are cut: keep one'
                 )
             native["parallel"] = {**native.get("parallel", {}), "rules": rules}
-        _close_earlier(self.module)
+        close_earlier(self._model)
         if tensor_ranks_of(self.mpu) > 1:  # the model's modules have cut their own parameters
             native = self._with_parts_joined(native)
         if made is None:  # the weights are only read
-            self._frozen = [one for one in self.module.parameters() if one.requires_grad]
+            self._frozen = [one for one in self._model.parameters() if one.requires_grad]
             _set_trainable(self._frozen, False)
             text = "no optimizer: parameters get no gradients in this engine's forwards"
             log_dist(text, ranks=[0])
         if "path" in native.get("offload", {}):
             make_folder(native["offload"]["path"])
         try:
-            self.native = penstock.initialize(self.module, native, optimizer=made)
+            self.native = penstock.initialize(self._model, native, optimizer=made)
         finally:
             _set_trainable(self._frozen, True)
         if self._config.zero_optimization_stage == 3:
-            mark_model(self.module, self._config.zero_config)
+            mark_model(self._model, self._config.zero_config)
         self.basic_optimizer = made
         self.optimizer = self._wrapped(made)
 
@@ -243,7 +251,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
 
         Returns the native config with a rule for each of them.
         """
-        self._parts = CutParameters(self.module, bwc_tensor_model_parallel_group(self.mpu))
+        self._parts = CutParameters(self._model, bwc_tensor_model_parallel_group(self.mpu))
         self._parts.join()
         rules = {"rules": self._parts.rules, "verify": "off"}
         return {**native, "parallel": {**native.get("parallel", {}), **rules}}

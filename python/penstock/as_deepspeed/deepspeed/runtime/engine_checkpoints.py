@@ -80,7 +80,7 @@ class EngineCheckpoints:
     """The part of DeepSpeedEngine that saves and loads. All ranks must call these methods."""
 
     native: Any
-    module: torch.nn.Module
+    _model: Any
     lr_scheduler: Any
     dp_world_size: int
     _config: Any
@@ -364,7 +364,7 @@ class EngineCheckpoints:
             return None
         cast: dict[str, torch.Tensor] = {}  # tied weights share one tensor
         state: dict[str, Any] = {}
-        for path, module in self.module.named_modules(remove_duplicate=False):
+        for path, module in self._model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             for name, param in module._parameters.items():
                 if param is not None and (param.requires_grad or not exclude_frozen_parameters):
@@ -380,7 +380,7 @@ class EngineCheckpoints:
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def _named(self) -> Any:
-        return self.module.named_parameters(remove_duplicate=False)
+        return self._model.named_parameters(remove_duplicate=False)
 
     def module_state_dict(
         self,
@@ -390,7 +390,7 @@ class EngineCheckpoints:
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Returns the model's state_dict(). Its sharded parameters raise when they are read."""
-        state: dict[str, Any] = self.module.state_dict(
+        state: dict[str, Any] = self._model.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
         if exclude_frozen_parameters:

@@ -23,7 +23,7 @@ from ...utils.logging import log_dist
 from ..activation_checkpointing import checkpointing
 from ..config import DeepSpeedConfig, as_dict
 from ..cut_parameters import own_settings
-from ..engine import DeepSpeedEngine, _halved
+from ..engine import DeepSpeedEngine, _halved, close_earlier
 from ..engine_settings import ROUTE_TRAIN
 from .module import PipelineError, PipelineModule
 
@@ -133,7 +133,19 @@ class PipelineEngine(DeepSpeedEngine):
         self._close_groups = groups._open(self, grid)
         self.data_parallel_group = self.seq_data_parallel_group = grid.get_data_parallel_group()
 
+    @property
+    def _model(self) -> torch.nn.Module:
+        return self.module.whole
+
+    def _optimizer(self, given: Any, parameters: Any) -> tuple[Any, dict[str, Any]]:
+        made, native = super()._optimizer(given, parameters)
+        if made is not None:
+            self.module.complete_groups(made)
+        return made, native
+
     def _start(self, given: Any, parameters: Any) -> None:
+        close_earlier(self._model)
+        self.module.take_from_owners()
         for name, layer in self.module.recomputed_layers():
             self._recomputed.append(Recomputed(layer, name, -1, _NoUnit()))
         try:
@@ -307,7 +319,7 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             ConfigError: a list would be broadcast.
         """
-        self._check_eval(compute_loss, reduce_output, bcast_loss)
+        _check_eval(compute_loss, reduce_output, bcast_loss)
         outputs: list[Any] = []
         losses: list[torch.Tensor] = []
 
@@ -330,17 +342,6 @@ class PipelineEngine(DeepSpeedEngine):
             made = kept if reduce_output is None else self._mean(kept)
         logits = outputs[-1] if outputs and self.is_last_stage() else None
         return (made, logits) if return_logits else made
-
-    def _check_eval(self, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> None:
-        if reduce_output is not None and str(reduce_output).lower() != "avg":
-            raise ConfigError(
-                f'[deepspeed::eval_batch] reduce_output is {reduce_output!r}; allowed: "avg", None'
-            )
-        if compute_loss and bcast_loss and reduce_output is None:
-            raise ConfigError(
-                "[deepspeed::eval_batch] reduce_output=None returns a list of losses, which cannot "
-                "be broadcast: pass bcast_loss=False"
-            )
 
     def _mean(self, outputs: list[Any]) -> Any:
         """Returns the mean over micro-batches and data ranks of tensors, or of their tuples."""
@@ -401,18 +402,31 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Raises PipelineError if the value differs from the current one."""
-        self._same("set_train_batch_size", train_batch_size, self.train_batch_size())
+        _same("set_train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Raises PipelineError if the value differs from the current one."""
-        self._same("set_gradient_accumulation_steps", steps, self.gradient_accumulation_steps())
+        _same("set_gradient_accumulation_steps", steps, self.gradient_accumulation_steps())
 
-    def _same(self, call: str, given: int, now: int) -> None:
-        if given != now:
-            raise PipelineError(
-                f"[deepspeed::{call}] it is {now} from initialize() on and cannot change to {given}"
-                f", since the pipeline's schedule has a fixed number of micro-batches"
-            )
+
+def _check_eval(compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> None:
+    if reduce_output is not None and str(reduce_output).lower() != "avg":
+        raise ConfigError(
+            f'[deepspeed::eval_batch] reduce_output is {reduce_output!r}; allowed: "avg", None'
+        )
+    if compute_loss and bcast_loss and reduce_output is None:
+        raise ConfigError(
+            "[deepspeed::eval_batch] reduce_output=None returns a list of losses, which cannot "
+            "be broadcast: pass bcast_loss=False"
+        )
+
+
+def _same(call: str, given: int, now: int) -> None:
+    if given != now:
+        raise PipelineError(
+            f"[deepspeed::{call}] it is {now} from initialize() on and cannot change to {given}"
+            f", since the pipeline's schedule has a fixed number of micro-batches"
+        )
 
 
 def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:

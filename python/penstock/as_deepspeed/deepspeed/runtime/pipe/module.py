@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from penstock import ConfigError
+from penstock.front import sharded_init
 from penstock.front.engine import engine_of
 from penstock.parallel import pipeline_layers
 from penstock.parallel.pipeline_layers import LayerSpec as LayerSpec
@@ -29,16 +30,47 @@ _KNOWN = (
     torch.utils.checkpoint.checkpoint,
 )
 
+_MARKS = (bool, int, float, str)  # attributes of a parameter that all ranks take over
+
 
 class PipelineError(ConfigError):  # type: ignore[misc]
     """A call that a pipeline does not support."""
 
 
-class PipelineModule(pipeline_layers.PipelineLayers):
+class _AllLayers(pipeline_layers.PipelineLayers):
+    """The layers of all stages, which the engine trains. `seed` is None without seed_layers."""
+
+    def __init__(
+        self, layers: Iterable[Any], stages: int, method: str, seed: Any, base_seed: int
+    ) -> None:
+        self.seed, self.base_seed, self.micro_offset = seed, base_seed, 0
+        super().__init__(layers, stages, method)
+
+    @property
+    def tied(self) -> dict[str, nn.Module]:
+        """The first module of each key."""
+        return self._tied
+
+    def forward(self, forward_input: Any) -> Any:
+        self.micro_offset += 1
+        return super().forward(forward_input)
+
+    def _built_layer(self, given: Any, index: int, builder: Any) -> Any:
+        if self.seed is not None:
+            self.seed(self.base_seed + index)
+        return super()._built_layer(given, index, builder)
+
+    def _before_layer(self, index: int) -> None:
+        if self.seed is not None:
+            self.seed(self.base_seed * (self.micro_offset + 1) + index)
+
+
+class PipelineModule(nn.Module):
     """A list of layers for `initialize()`, which returns a PipelineEngine. All ranks create it.
 
-    The whole model is built on every rank and is an ordinary module until `initialize()`. The
-    output of a layer, a tensor or a tuple, is the only argument of the next layer.
+    Every rank builds the whole model, `whole`. The module itself has the layers of this rank's
+    stage, as in DeepSpeed: "INDEX", or "tied_modules.KEY" for a TiedLayerSpec. The output of a
+    layer, a tensor or a tuple, is the only argument of the next layer.
 
     Args:
         layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
@@ -57,6 +89,11 @@ class PipelineModule(pipeline_layers.PipelineLayers):
         checkpointable_layers: names of the classes of layers that are recomputed; default: all
             layers with parameters.
         dynamic_shape: accepted, without effect: shapes may always change.
+
+    Attributes:
+        parts: num_stages + 1 bounds of the stages' layers.
+        forward_funcs: the layers of this rank's stage.
+        tied_modules: the modules of TiedLayerSpec in this rank's stage by key.
 
     Raises:
         ConfigError: an argument is wrong or not supported.
@@ -79,31 +116,56 @@ class PipelineModule(pipeline_layers.PipelineLayers):
     ) -> None:
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             init_distributed()
+        super().__init__()
         topology = _topology(topology, num_stages)
         self.seed_layers, self.base_seed = seed_layers, base_seed
         self.seed_fn = seed_fn or set_random_seed
-        self.micro_offset = 0
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         self._check_checkpointing()
-        super().__init__(layers, topology.get_dim("pipe"), partition_method)
-        self._loss: tuple[_Loss | None] = (_checked_loss(loss_fn),)  # hidden from nn.Module
+        self.num_stages = topology.get_dim("pipe")
+        seed = self.seed_fn if seed_layers else None
+        made = _AllLayers(layers, self.num_stages, partition_method, seed, base_seed)
+        # Hidden from nn.Module.
+        self._hidden: tuple[_AllLayers, _Loss | None] = (made, _checked_loss(loss_fn))
         self.dynamic_shape = dynamic_shape
         self._grid = PipelineParallelGrid(topology)
+        self.parts = made.parts
+        self._register()
+
+    def _register(self) -> None:
+        """Registers the layers of this rank's stage."""
+        begin, end = self.parts[self._grid.stage_id : self._grid.stage_id + 2]
+        self.forward_funcs = self.whole.forward_funcs[begin:end]
+        self.tied_modules = nn.ModuleDict()
+        keys = {id(next(one.parameters())): key for key, one in self.whole.tied.items()}
+        for index, layer in enumerate(self.forward_funcs, begin):
+            module = layer.module if isinstance(layer, pipeline_layers.TiedLayer) else layer
+            if not isinstance(module, nn.Module):
+                continue
+            key = keys.get(id(next(module.parameters(), None)))
+            if key is None:
+                self.add_module(str(index), module)
+            elif key not in self.tied_modules:
+                self.tied_modules[key] = module
+
+    @property
+    def whole(self) -> _AllLayers:
+        """The layers of all stages. An engine keeps only this stage's values on this rank."""
+        return self._hidden[0]
 
     @property
     def loss_fn(self) -> _Loss | None:
-        return self._loss[0]
+        return self._hidden[1]
 
     @loss_fn.setter
     def loss_fn(self, given: _Loss | None) -> None:
-        self._loss = (_checked_loss(given),)
+        self._hidden = (self.whole, _checked_loss(given))
 
-    @property
-    def tied_modules(self) -> nn.ModuleDict:
-        """The modules of TiedLayerSpec by key."""
-        return nn.ModuleDict(self._tied)
+    def stage_owner(self, layer_idx: int) -> int:
+        """Returns the stage of a layer. Raises ConfigError if there is no such layer."""
+        return self.whole.stage_owner(layer_idx)
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Sets activation_checkpoint_interval. Raises ConfigError after initialize()."""
@@ -121,11 +183,13 @@ class PipelineModule(pipeline_layers.PipelineLayers):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles each layer."""
-        for index, layer in enumerate(self.forward_funcs):
+        for index, layer in enumerate(self.whole.forward_funcs):
             if isinstance(layer, nn.Module):
                 layer.compile(*args, **kwargs)
             else:
-                self.forward_funcs[index] = torch.compile(layer, *args, **kwargs)
+                self.whole.forward_funcs[index] = torch.compile(layer, *args, **kwargs)
+        begin = self.parts[self._grid.stage_id]
+        self.forward_funcs[:] = self.whole.forward_funcs[begin:][: len(self.forward_funcs)]
 
     def topology(self) -> ProcessTopology:
         return self.mpu().topology()
@@ -139,7 +203,7 @@ class PipelineModule(pipeline_layers.PipelineLayers):
 
     def pipeline_settings(self) -> dict[str, Any]:
         self._check_checkpointing()
-        made = super().pipeline_settings()
+        made = self.whole.pipeline_settings()
         made["mesh"]["tensor"] = self._grid.model_parallel_size
         if self.activation_checkpoint_interval > 0 and self.checkpointable_layers is None:
             made["activations"] = {"checkpoint": "unit"}
@@ -149,7 +213,7 @@ class PipelineModule(pipeline_layers.PipelineLayers):
         """Returns the layers whose classes are checkpointable_layers, by name."""
         if self.activation_checkpoint_interval == 0:
             return []
-        layers = enumerate(self.forward_funcs)
+        layers = enumerate(self.whole.forward_funcs)
         named = self.checkpointable_layers or ()
         return [
             (str(index), one)
@@ -158,9 +222,65 @@ class PipelineModule(pipeline_layers.PipelineLayers):
         ]
 
     def forward(self, forward_input: Any) -> Any:
-        """Runs all layers in order. In an engine, a rank computes only its stage's layers."""
-        self.micro_offset += 1
-        return super().forward(forward_input)
+        """Runs the layers of all stages in order. In an engine, call train_batch() instead."""
+        return self.whole(forward_input)
+
+    def train(self, mode: bool = True) -> PipelineModule:
+        self.whole.train(mode)
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        own = {id(one) for one in self.modules()}
+        for layer in self.whole.children():  # also the layers of other stages
+            if id(layer) not in own:
+                layer._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def take_from_owners(self) -> None:
+        """Gives other stages' layers the values, dtypes and attributes that they have there.
+
+        All ranks call it. Raises ConfigError if a layer has other tensors there.
+        """
+        whole = {id(one) for one in self.whole.parameters()}
+        outside = [name for name, one in self.named_parameters() if id(one) not in whole]
+        named = dict([*self.whole.named_parameters(), *self.whole.named_buffers()])
+        told = _gathered((outside, {name: _about(one) for name, one in named.items()}), self._grid)
+        names = {name for _, tensors in told for name in tensors}
+        for name in sorted(names) + [name for one, _ in told for name in one]:
+            if not all(name in tensors for _, tensors in told):
+                raise ConfigError(
+                    f'[deepspeed::initialize] the PipelineModule has "{name}" on some ranks only, '
+                    f"or outside its layers: create it in the constructor of a layer"
+                )
+        if len(told) == 1:
+            return
+        for name, one in named.items():
+            stage = self.stage_owner(int(name.partition(".")[0]))
+            about = told[stage][1][name]
+            if stage != self._grid.stage_id:
+                _take(one, about)
+            if not about["waits"]:
+                _broadcast(one, self._grid.stage_to_global(stage), self._grid.pp_proc_group)
+
+    def complete_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Adds other stages' parameters to the groups that have them there. All ranks call it."""
+        names = {param: name for name, param in self.whole.named_parameters()}
+        groups = optimizer.param_groups
+        own = {names.get(one): at for at, group in enumerate(groups) for one in group["params"]}
+        told = _gathered((len(groups), own), self._grid)
+        if any(count != len(groups) for count, _ in told):
+            raise ConfigError(
+                f"[deepspeed::initialize] the optimizer has {[count for count, _ in told]} groups "
+                f"on the stages: create the same groups on each, empty ones if needed"
+            )
+        for param, name in names.items():
+            at = (
+                None
+                if name in own
+                else told[self.stage_owner(int(name.split(".")[0]))][1].get(name)
+            )
+            if at is not None:
+                groups[at]["params"].append(param)
 
     def _check_checkpointing(self) -> None:
         """Raises ConfigError for recomputation settings that only DeepSpeed supports."""
@@ -182,14 +302,41 @@ class PipelineModule(pipeline_layers.PipelineLayers):
                 f"allowed: a list of class names, None"
             )
 
-    def _built_layer(self, given: Any, index: int, builder: Any) -> Any:
-        if self.seed_layers:
-            self.seed_fn(self.base_seed + index)
-        return super()._built_layer(given, index, builder)
 
-    def _before_layer(self, index: int) -> None:
-        if self.seed_layers:
-            self.seed_fn(self.base_seed * (self.micro_offset + 1) + index)
+def _gathered(value: Any, grid: PipelineParallelGrid) -> list[Any]:
+    """Returns the values of the ranks of this rank's pipeline, by stage."""
+    all_of = [value] * grid.pipe_parallel_size
+    if len(all_of) > 1:
+        dist.all_gather_object(all_of, value, group=grid.pp_proc_group)
+    return all_of
+
+
+def _about(one: torch.Tensor) -> dict[str, Any]:
+    marks = {key: value for key, value in vars(one).items() if isinstance(value, _MARKS)}
+    held = sharded_init.waiting()  # values that penstock.init() or zero.Init keeps
+    waits = one.is_meta or (held is not None and held.holds(one))
+    return {
+        "trains": one.requires_grad,
+        "marks": marks,
+        "waits": waits,
+        "shape": tuple(one.shape),
+        "dtype": one.dtype,
+    }
+
+
+def _take(one: torch.Tensor, about: dict[str, Any]) -> None:
+    """Makes a tensor like the one that `about` describes, but for the values."""
+    if not about["waits"] and (tuple(one.shape), one.dtype) != (about["shape"], about["dtype"]):
+        one.data = torch.empty(about["shape"], dtype=about["dtype"], device=one.device)
+    one.requires_grad_(about["trains"])
+    vars(one).update(about["marks"])
+
+
+def _broadcast(one: torch.Tensor, source: int, group: Any) -> None:
+    sent = one.detach().contiguous()
+    dist.broadcast(sent.view(-1).view(torch.uint8), source, group=group)
+    if sent.data_ptr() != one.data_ptr():
+        one.detach().copy_(sent)
 
 
 def _topology(given: ProcessTopology | None, num_stages: int | None) -> ProcessTopology:
