@@ -25,13 +25,14 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--local_rank", default=0, help="of the launcher; not read")
     args = parser.parse_args(argv)
+    on_cpu = not torch.accelerator.is_available()
     if args.stage < 0:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=on_cpu)
     else:
         plugin = DeepSpeedPlugin(
             zero_stage=args.stage, offload_optimizer_device=args.offload, gradient_clipping=1.0
         )
-        group = InitProcessGroupKwargs(backend="gloo")
+        group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None)
         accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[group])
     model = build(args.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)

@@ -52,7 +52,6 @@ def main(argv: list[str] | None = None) -> list[float]:
         offload = {"offload_optimizer": args.offload, "offload_parameters": args.offload}
         strategy = PenstockStrategy(stage=args.stage, **(offload if args.stage == 3 else {}))
     trainer = pl.Trainer(
-        accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         strategy=strategy,
         max_steps=args.steps,

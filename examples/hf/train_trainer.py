@@ -18,7 +18,8 @@ from text import Bytes
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 DEFAULTS = [
-    *("--use_cpu", "true", "--max_steps", "8", "--per_device_train_batch_size", "2"),
+    *("--max_steps", "8", "--per_device_train_batch_size", "2"),
+    *("--use_cpu", str(not torch.accelerator.is_available())),
     *("--learning_rate", "1e-3", "--logging_steps", "1", "--report_to", "none"),
     *("--save_strategy", "no", "--seed", "1", "--lr_scheduler_type", "linear"),
     *("--warmup_steps", "2", "--disable_tqdm", "true", "--weight_decay", "0.01"),

@@ -39,6 +39,7 @@ def _load() -> types.ModuleType:
 
 _sim: Any = None
 DEVICES = 8
+_DEVICE_TYPE = 20  # c10::kPrivateUse1
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,16 @@ def _device_module() -> types.ModuleType:
         Event=torch.Event,
         stream=lambda stream: stream,  # a torch.Stream is a context by itself
         current_stream=lambda device=None: torch.accelerator.current_stream(_index(device)),
+        default_stream=lambda device=None: torch.Stream(
+            stream_id=0, device_index=_index(device), device_type=_DEVICE_TYPE
+        ),
         set_stream=torch.accelerator.set_stream,
         manual_seed=lambda seed: generator(None).manual_seed(seed),
         manual_seed_all=_seed_all,
         get_rng_state=lambda device="sim": generator(device).get_state(),
         set_rng_state=lambda state, device="sim": generator(device).set_state(state),
+        default_generators=tuple(_sim.default_generator(index) for index in range(DEVICES)),
+        initial_seed=lambda: generator(None).initial_seed(),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         empty_cache=torch.accelerator.empty_cache,
         memory_allocated=lambda device=None: torch.accelerator.memory_allocated(_index(device)),

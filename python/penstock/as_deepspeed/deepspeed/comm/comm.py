@@ -19,6 +19,7 @@ from penstock.monitor.deepspeed_comms import CommsLogger, timed
 
 from .. import _table
 from .._refusal import DeepSpeedRefusal
+from ..accelerator.real_accelerator import get_accelerator
 
 
 def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
@@ -36,9 +37,10 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
     """Creates torch.distributed's process group, unless it exists.
 
     The launcher's environment gives rank and address; without it this process is the only rank.
-    Back ends for devices (nccl, ccl) are replaced by gloo.
 
     Args:
+        dist_backend: default, and for the names of devices' back ends (nccl, ccl, ...): gloo for
+            host tensors and, on a machine with an accelerator, its back end for device tensors.
         timeout: how long torch's collectives and the engine's waits for a peer last; default:
             DEEPSPEED_TIMEOUT minutes, or 10. The engine's waits are never shorter than the default
             of `comm.timeout_s`; a config that sets this key decides alone.
@@ -54,7 +56,7 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
             "[deepspeed::init_distributed] dist_init_required is False, and there is no group yet"
         )
     waits = _default_timeout() if timeout is None else timeout
-    backend = "gloo" if "ccl" in (dist_backend or "ccl") else dist_backend
+    backend = _back_ends(dist_backend)
     if init_method is not None:
         dist.init_process_group(
             backend,
@@ -80,6 +82,16 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
             rank=0,
             world_size=1,
         )
+
+
+def _back_ends(wanted: str | None) -> str:
+    """Returns the back ends of a group, as torch names them: "gloo" if ranks train on the CPU,
+    "cpu:gloo,cuda:nccl" on a machine with CUDA. Texts without "ccl" stay as they are."""
+    if wanted is not None and ("ccl" not in wanted or ":" in wanted):
+        return wanted
+    own = get_accelerator()
+    device, back_end = own.device_name(), own.communication_backend_name()
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{back_end}"
 
 
 def _default_timeout() -> datetime.timedelta:
@@ -220,6 +232,24 @@ def all_reduce_coalesced(
         dist.all_reduce(tensor, op, group)
 
 
+def _sendable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Returns the tensor, or a copy of it on a device whose tensors the group exchanges."""
+    within: Any = dist.group.WORLD if group is None else group
+    kinds = {one.type for one in within._device_types}
+    if tensor.device.type in kinds:
+        return tensor
+    return tensor.to("cpu" if "cpu" in kinds else get_accelerator().current_device_name())
+
+
+def _broadcast_values(tensor: torch.Tensor, src: int) -> None:
+    """Gives a tensor on any device the values of a rank. All ranks call it."""
+    values = tensor.detach()
+    sent = _sendable(values)
+    dist.broadcast(sent, src)
+    if sent is not values:
+        values.copy_(sent)
+
+
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **_: Any) -> Any:
     return dist.barrier(group, async_op)
 
@@ -259,7 +289,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
-    return device_mesh.init_device_mesh("cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
+    kind = get_accelerator().device_name()
+    return device_mesh.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
 __getattr__ = _table.attributes(__name__, dist)

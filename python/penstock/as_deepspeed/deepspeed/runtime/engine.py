@@ -34,7 +34,14 @@ from .config import DeepSpeedConfig, make_folder
 from .cut_parameters import CutParameters, own_settings, tensor_ranks_of
 from .engine_checkpoints import EngineCheckpoints
 from .engine_settings import EngineSettings
-from .engine_setup import check_arguments, optimizer_of, say_setup, warn_of
+from .engine_setup import (
+    check_arguments,
+    check_device,
+    device_of,
+    optimizer_of,
+    say_setup,
+    warn_of,
+)
 from .engine_timers import EngineClock
 from .engine_windows import EngineWindows
 from .fp16.fused_optimizer import FP16_Optimizer
@@ -85,6 +92,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         lr_scheduler: stepped after each update; may be replaced.
         training_dataloader: the loader of `training_data`, or None.
         config: the config that was given, as a dict.
+        device: this rank's device of get_accelerator(), where the model trains.
         global_steps, micro_steps, skipped_steps, global_samples: counts so far.
     """
 
@@ -109,6 +117,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         super().__init__()
         self.mpu = mpu
         self._parts: CutParameters | None = None  # if the script has cut them itself
+        self.device = device_of(args)
         self._config = self._read(config, model)
         self.config = self._config._param_dict
         warn_of(self._config.translated)
@@ -142,7 +151,6 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
             None if training_data is None else self._training_loader(training_data)
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         made = self._clock = EngineClock(self)
         self.timers, self.tput_timer, self.flops_profiler = made.timers, made.speed, made.profiler
         say_setup(self)
@@ -214,6 +222,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
                 '[deepspeed::initialize] "sequence_parallel_size" is not supported with tensor '
                 "ranks: use penstock.initialize(), which supports both"
             )
+        check_device(self, native.get("mesh", {}))
         native["batch"] = {**native.get("batch", {}), "reduction": self._reduction}
         rules = rules_of(
             self._model,
@@ -238,7 +247,9 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         if "path" in native.get("offload", {}):
             make_folder(native["offload"]["path"])
         try:
-            self.native = penstock.initialize(self._model, native, optimizer=made)
+            self.native = penstock.initialize(
+                self._model, native, optimizer=made, device=self.device
+            )
         finally:
             _set_trainable(self._frozen, True)
         if self._config.zero_optimization_stage == 3:

@@ -259,6 +259,7 @@ class EngineSettings:
         return DeepSpeedDataLoader(
             dataset,
             size,
+            pin_memory,
             collate_fn=collate_fn or getattr(self, "collate_fn", None),
             num_local_io_workers=num_local_io_workers or 0,
             data_sampler=data_sampler,

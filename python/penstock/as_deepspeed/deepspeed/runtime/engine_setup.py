@@ -13,6 +13,7 @@ from penstock._native import _penstock
 from penstock.front import optimizer as optimizers
 
 from .._refusal import DeepSpeedRefusal
+from ..accelerator.real_accelerator import rank_device
 from ..comm import comm
 from ..comm.comm import get_rank
 from ..ops.adagrad import DeepSpeedCPUAdagrad
@@ -123,6 +124,27 @@ def optimizer_of(
     optimizer = optimizers.build(made, chosen, *_class_of(config, made))
     _check_tested(config, type(optimizer))
     return optimizer, native
+
+
+def device_of(args: Any) -> torch.device:
+    """Returns the device on which this rank trains: number `args.device_rank`, if it is set."""
+    number = getattr(args, "device_rank", None)
+    return rank_device(None if number is None or int(number) < 0 else int(number))
+
+
+def check_device(engine: Any, mesh: Any) -> None:
+    """Refuses ranks that can exchange host memory only, if the model trains on a device."""
+    sizes = {
+        "tensor ranks": mesh.get("tensor", 1),
+        "pipeline stages": mesh.get("pipeline", 1),
+        "sequence ranks": max(mesh.get("sequence", 1), engine._config.sequence_parallel_size),
+    }
+    found = [f"{size} {kind}" for kind, size in sizes.items() if size > 1]
+    if found and engine.device.type != "cpu":
+        raise ConfigError(
+            f"[deepspeed::initialize] {', '.join(found)} cannot train on a device yet, and this "
+            f"machine has {engine.device.type!r}. Set DS_ACCELERATOR=cpu to train on the CPU"
+        )
 
 
 def check_arguments(engine: Any, reduction: str) -> None:

@@ -18,6 +18,7 @@ from penstock import ConfigError
 from penstock.front.engine import engine_of
 
 from .. import _missing_name
+from ..accelerator.cpu_accelerator import CPU_Accelerator
 from ..accelerator.real_accelerator import get_accelerator
 from ..utils.bwc import bwc_tensor_model_parallel_world_size
 
@@ -41,16 +42,18 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Prints the memory of rank 0's process and of its host, if `force` is set.
+    """Prints the memory of rank 0's accelerator and of its host, if `force` is set.
 
-    On a CPU "MA" is the resident memory of the process, of which no part is cached (CA).
+    MA is what tensors occupy, CA what torch's allocator has. On a CPU both are the resident memory
+    of the process.
     """
     if not force or int(os.environ.get("RANK", "0")) != 0:
         return
-    host = get_accelerator()
-    own, most = host.memory_allocated() / 2**30, host.max_memory_allocated() / 2**30
+    own, host = get_accelerator(), CPU_Accelerator()
+    used, most = own.memory_allocated() / 2**30, own.max_memory_allocated() / 2**30
+    had, peak = own.memory_reserved() / 2**30, own.max_memory_reserved() / 2**30
+    print(f"{message}\nMA {used:.2f} GB Max_MA {most:.2f} GB CA {had:.2f} GB Max_CA {peak:.0f} GB")
     total, free = host.total_memory(), host.available_memory()
-    print(f"{message}\nMA {own:.2f} GB Max_MA {most:.2f} GB CA {own:.2f} GB Max_CA {most:.0f} GB")
     used = (total - free) / 2**30
     print(f"CPU Virtual Memory:  used = {used:.2f} GB, percent = {100 * (1 - free / total):.1f}%")
 
@@ -212,4 +215,5 @@ class DummyOptim:
 
 
 def empty_cache() -> None:
-    """Does nothing: the engine returns memory to torch by itself."""
+    """Returns the memory that torch's allocator caches to the device."""
+    get_accelerator().empty_cache()

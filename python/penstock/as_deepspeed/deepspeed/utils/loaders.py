@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
+from ..accelerator.real_accelerator import get_accelerator
 from ..comm.comm import get_rank, get_world_size
 from .groups import get_data_parallel_rank, get_data_parallel_world_size
 
@@ -40,7 +41,10 @@ def of_data_rank(dataset: Any, shuffle: bool) -> Any:
 
 
 class DeepSpeedDataLoader:
-    """A torch loader over this rank's samples. The shuffled order is the same in every epoch."""
+    """A torch loader over this rank's samples. The shuffled order is the same in every epoch.
+
+    Batches are in host memory, which is pinned with `pin_memory` if ranks train on a device.
+    """
 
     def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
@@ -67,6 +71,7 @@ class DeepSpeedDataLoader:
             sampler=data_sampler,
             collate_fn=collate_fn,
             num_workers=num_local_io_workers,
+            pin_memory=pin_memory and get_accelerator().device_name() != "cpu",
             drop_last=dataloader_drop_last,
         )
         self._data: Any = None

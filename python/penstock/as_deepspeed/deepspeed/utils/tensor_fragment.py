@@ -18,6 +18,7 @@ import torch.distributed as dist
 from penstock import ConfigError
 from penstock.front.engine import Engine, engine_of
 
+from ..comm import comm
 from ..comm.comm import get_rank
 from .logging import warning_once
 
@@ -153,7 +154,9 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         counts[begin : begin + own.numel()] = 1.0
     wrong.fill_(float(not fits))
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(given)
+        sent = comm._sendable(given)
+        dist.all_reduce(sent)
+        given.copy_(sent)
     if wrong > 0 or not param.requires_grad:
         raise ConfigError(
             f"[deepspeed::safe_set_local_grad] rank {get_rank()} gives {value.numel()} elements of "

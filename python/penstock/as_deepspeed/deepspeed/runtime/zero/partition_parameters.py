@@ -19,6 +19,8 @@ from penstock import ConfigError
 from penstock.front import sharded_init
 from penstock.front.engine import engine_of
 
+from ...accelerator.real_accelerator import get_accelerator, rank_device
+from ...comm import comm
 from ...comm.comm import get_world_size
 from .state_placeholders import install
 
@@ -122,8 +124,9 @@ def _refuse(key: str, value: Any, advice: str) -> NoReturn:
 
 
 def _check_place(device: str | None, path: str) -> None:
-    if device not in (None, "none", "cpu", "nvme", "cuda"):
-        _refuse("remote_device", device, 'allowed: None, "none", "cpu", "nvme"')
+    own = get_accelerator().device_name()
+    if device not in (None, "none", "cpu", "nvme", "cuda", own):
+        _refuse("remote_device", device, f'allowed: None, "none", "cpu", "nvme", "{own}"')
     if device == "nvme" and not path:
         _refuse("remote_device", device, "pass a config whose offload_param has an nvme_path")
 
@@ -238,7 +241,7 @@ class Init:
                     param.data = param.data.to(dtype)
                 mark(param)
 
-        self._stack.enter_context(penstock.init(path=self._path))
+        self._stack.enter_context(penstock.init(path=self._path, device=rank_device()))
         if dtype is not None:
             self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(dtype)
@@ -339,7 +342,7 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
             if modifier_rank:  # the engine keeps the values of rank 0
                 for _, own in engines.values():
                     for one in own:
-                        dist.broadcast(one.data, modifier_rank)
+                        comm._broadcast_values(one.data, modifier_rank)
             elif modifier_rank is None:
                 _keep_same_edits(engines, {id(p): h for p, h in zip(params, seen, strict=True)})
         finally:
@@ -357,18 +360,19 @@ def _by_engine(params: list[torch.Tensor]) -> dict[int, tuple[Any, list[torch.Te
 
 
 def _digest(param: torch.Tensor) -> list[int]:
-    """Two numbers that an edit changes, unless it only moves values. The engine refuses such an
-    edit later."""
-    values = param.detach()
-    if not values.numel():
-        return []
-    total = values.sum(dtype=torch.float64)
-    return [int(one.view(torch.int64)) for one in (torch.hash_tensor(values), total)]
+    """Two numbers of the bits of a parameter. They change with every edit except some permutations
+    of the values, which the engine refuses later."""
+    raw = param.detach().contiguous().view(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole].view(torch.int64)  # ten times as fast as over the values
+    found = [torch.hash_tensor(words).view(torch.int64), words.sum()] if whole else []
+    return [*(int(one) for one in found), *raw[whole:].tolist()]
 
 
-def _on_any_rank(flags: list[bool], device: torch.device) -> list[bool]:
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
+def _on_any_rank(flags: list[bool]) -> list[bool]:
+    found = torch.tensor(flags, dtype=torch.int32)
     if dist.is_initialized() and dist.get_world_size() > 1:
+        found = comm._sendable(found)
         dist.all_reduce(found, dist.ReduceOp.MAX)
     return [bool(one) for one in found.tolist()]
 
@@ -377,8 +381,8 @@ def _are_equal(values: torch.Tensor) -> bool:
     """Whether all ranks have the same values. All ranks must call it."""
     first = values.detach().clone()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(first, 0)
-    return not _on_any_rank([not torch.equal(first, values)], values.device)[0]
+        comm._broadcast_values(first, 0)
+    return not _on_any_rank([not torch.equal(first, values)])[0]
 
 
 def _keep_same_edits(engines: dict[int, tuple[Any, list[torch.Tensor]]], seen: Any) -> None:
@@ -388,7 +392,7 @@ def _keep_same_edits(engines: dict[int, tuple[Any, list[torch.Tensor]]], seen: A
     """
     for engine, own in engines.values():
         changed = [_digest(one) != seen[id(one)] for one in own]
-        edited = zip(own, _on_any_rank(changed, own[0].device), strict=True)
+        edited = zip(own, _on_any_rank(changed), strict=True)
         kept = [one for one, is_edited in edited if is_edited and _are_equal(one.data)]
         if kept:
             with engine.gathered(kept, write=True):
@@ -409,10 +413,10 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if modifier_rank is not None:
         if not alone:
-            dist.broadcast(values, modifier_rank)
+            comm._broadcast_values(values, modifier_rank)
         held.keep(hollow, values)
         return
-    if not _on_any_rank([not torch.equal(shown, values)], shown.device)[0]:
+    if not _on_any_rank([not torch.equal(shown, values)])[0]:
         return
     if not _are_equal(shown):
         raise penstock.RuntimeFault(

@@ -1,10 +1,13 @@
-"""Entries of sharded parameters in `module.state_dict()`: empty tensors, as in DeepSpeed.
+"""What plain calls of a module give for sharded parameters, whose values one rank does not have.
 
-Scripts hash, pickle or list such a dict on one rank, which cannot gather the values.
+In `module.state_dict()` they are empty tensors, as in DeepSpeed: scripts hash, pickle or list such
+a dict on one rank. `module.cpu()` and `module.to(device)` leave them where they are, as DeepSpeed
+leaves its shards: Lightning moves a model to the CPU when training ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +18,14 @@ from penstock.front.engine import engine_of
 from ...utils.logging import logger
 
 _fill = torch.nn.Module._save_to_state_dict
-_told: list[bool] = []
+_convert: Callable[..., Any] = torch.nn.Module._apply
+_told: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        logger.warning(text)
 
 
 def _is_readable(param: torch.Tensor) -> bool:
@@ -36,14 +46,33 @@ def _save_to_state_dict(
         if param is None or not hasattr(param, "ds_id") or _is_readable(param):
             continue
         destination[prefix + name] = torch.empty(0, dtype=param.dtype, device=param.device)
-        if not _told and (engine_of(param) is not None or not sharded_init.is_open()):
-            _told.append(True)
-            logger.warning(
+        if engine_of(param) is not None or not sharded_init.is_open():
+            _warn_once(
                 "module.state_dict() has empty tensors for the parameters that ZeRO-3 shards. "
                 "engine.save_16bit_model() saves their values"
             )
 
 
+def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
+    """Converts a module, but for sharded parameters of an engine that `fn` would only move."""
+
+    def kept(tensor: torch.Tensor) -> Any:
+        if not hasattr(tensor, "ds_id") or _is_readable(tensor) or engine_of(tensor) is None:
+            return fn(tensor)
+        like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        found = fn(like)
+        if found.dtype != like.dtype or found.device == like.device:
+            return fn(tensor)
+        _warn_once(
+            f"a module was moved to {found.device}, but the parameters that ZeRO-3 shards stay on "
+            f"{tensor.device}"
+        )
+        return tensor
+
+    return _convert(self, kept, recurse)
+
+
 def install() -> None:
-    """Replaces the method of torch.nn.Module that fills the dict."""
+    """Replaces the methods of torch.nn.Module that fill the dict and convert parameters."""
     torch.nn.Module._save_to_state_dict = _save_to_state_dict  # type: ignore[method-assign]
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]

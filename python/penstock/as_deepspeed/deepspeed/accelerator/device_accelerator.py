@@ -1,0 +1,171 @@
+"""Every accelerator of torch with the calls of DeepSpeed's accelerators.
+
+The table below names for each call what torch has for it: in torch.accelerator, which serves all
+devices, or in the device's own module, such as torch.cuda.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from .abstract_accelerator import SHARED, VALUES, Calls, DeepSpeedAccelerator, unsupported
+
+# The variables that choose devices, where the name is not the device's.
+_VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+
+
+def _of_all(name: str) -> Callable[..., Any]:
+    """Returns a call of torch.accelerator, whose only argument is the number of a device."""
+    return lambda self, device_index=None: getattr(torch.accelerator, name)(device_index)
+
+
+def _of_module(path: str, *otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a call of the device's module. Without the function there it calls `otherwise`, or
+    raises ConfigError."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self._module
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            found = otherwise[0] if otherwise else unsupported(path, self._name)
+        return found(*args, **kwargs)
+
+    return call
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def _name_of(self: Any, device_index: int | None = None) -> str:
+    return self._name if device_index is None else f"{self._name}:{device_index}"
+
+
+def _get_rng_state(self: Any, device_index: int | None = None) -> torch.Tensor:
+    state: torch.Tensor = self._module.get_rng_state(torch.device(_name_of(self, device_index)))
+    return state
+
+
+def _set_rng_state(self: Any, new_state: torch.Tensor, device_index: int | None = None) -> None:
+    self._module.set_rng_state(new_state, torch.device(_name_of(self, device_index)))
+
+
+def _is_fp16_supported(self: Any) -> bool:
+    major = _capability(self)
+    return major is None or major >= 7
+
+
+def _capability(self: Any) -> int | None:
+    """Returns the first number of CUDA's compute capability; None for other devices."""
+    found = self._module.get_device_capability() if self._name == "cuda" else None
+    return None if found is None or torch.version.hip else int(found[0])
+
+
+def _dtypes(self: Any) -> list[torch.dtype]:
+    found = [torch.float32]
+    if self.is_fp16_supported():
+        found.append(torch.float16)
+    if self.is_bf16_supported():
+        found.append(torch.bfloat16)
+    return found
+
+
+def _value(path: str) -> Callable[..., Any]:
+    """Returns a value of the device's module, or torch's class that serves every device."""
+    return lambda self: getattr(self._module, path, None) or getattr(torch, path)
+
+
+_DEVICE: Calls = {
+    "device_name": _name_of,
+    "current_device_name": lambda self: _name_of(self, torch.accelerator.current_device_index()),
+    "device": lambda self, device_index=None: torch.device(_name_of(self, device_index)),
+    "set_device": _of_module("set_device"),
+    "current_device": lambda self: torch.accelerator.current_device_index(),
+    "device_count": lambda self: torch.accelerator.device_count(),
+    "is_available": lambda self: torch.accelerator.is_available(),
+    "synchronize": _of_all("synchronize"),
+    "communication_backend_version": _of_module("nccl.version"),
+    # Random numbers
+    "manual_seed": _of_module("manual_seed"),
+    "manual_seed_all": _of_module("manual_seed_all"),
+    "initial_seed": _of_module("initial_seed"),
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "default_generator": lambda self, device_index: self._module.default_generators[device_index],
+    # Streams and graphs
+    "stream": _of_module("stream"),
+    "current_stream": _of_module("current_stream"),
+    "default_stream": _of_module("default_stream"),
+    "is_current_stream_capturing": _of_module("is_current_stream_capturing", _constant(False)),
+    "create_graph": _of_module("CUDAGraph"),
+    "capture_to_graph": _of_module("graph"),
+    "replay_graph": lambda self, graph: graph.replay(),
+    # Memory
+    "empty_cache": lambda self: torch.accelerator.empty_cache(),
+    "memory_allocated": _of_all("memory_allocated"),
+    "max_memory_allocated": _of_all("max_memory_allocated"),
+    "memory_reserved": _of_all("memory_reserved"),
+    "memory_cached": _of_all("memory_reserved"),
+    "max_memory_reserved": _of_all("max_memory_reserved"),
+    "max_memory_cached": _of_all("max_memory_reserved"),
+    "memory_stats": _of_all("memory_stats"),
+    "reset_peak_memory_stats": _of_all("reset_peak_memory_stats"),
+    "reset_max_memory_allocated": _of_all("reset_peak_memory_stats"),
+    "reset_max_memory_cached": _of_all("reset_peak_memory_stats"),
+    "total_memory": lambda self, device_index=None: torch.accelerator.get_memory_info(device_index)[
+        1
+    ],
+    "available_memory": lambda self, device_index=None: torch.accelerator.get_memory_info(
+        device_index
+    )[0],
+    # Data types
+    "is_bf16_supported": _of_module("is_bf16_supported", _constant(True)),
+    "is_fp16_supported": _is_fp16_supported,
+    "supported_dtypes": _dtypes,
+    "preferred_dtype": lambda self: _dtypes(self)[-1],
+    "is_triton_supported": lambda self: (_capability(self) or 0) >= 8,
+    # Others
+    "range_push": _of_module("nvtx.range_push", _constant(None)),
+    "range_pop": _of_module("nvtx.range_pop", _constant(None)),
+    "lazy_call": _of_module("_lazy_call", lambda callback: callback()),
+    "export_envs": lambda self: [self._communication_backend_name.upper()],
+    "visible_devices_envs": lambda self: [
+        _VISIBLE.get(self._name, f"{self._name.upper()}_VISIBLE_DEVICES")
+    ],
+    **dict.fromkeys(
+        (
+            *("is_synchronized_device", "use_host_timers", "resolves_data_dependency"),
+            *("handles_memory_backpressure",),
+        ),
+        _constant(False),
+    ),
+}
+
+
+class DeviceAccelerator(DeepSpeedAccelerator):
+    """The devices of one kind.
+
+    Args:
+        kind: of torch.device: "cuda", "xpu", or the name of another device in torch.accelerator.
+    """
+
+    _CALLS: ClassVar[Calls] = {**SHARED, **_DEVICE}
+    _VALUES: ClassVar[Calls] = {**VALUES, "Stream": _value("Stream"), "Event": _value("Event")}
+
+    def __init__(self, kind: str) -> None:
+        self._name = kind
+        self._module = torch.get_device_module(kind)
+        backends = dist.Backend.default_device_backend_map
+        self._communication_backend_name = backends.get(kind, "gloo")
+
+
+class CUDA_Accelerator(DeviceAccelerator):  # noqa: N801 - DeepSpeed's name
+    """The GPUs of CUDA or ROCm."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
