@@ -183,8 +183,40 @@ def folders(folder: pathlib.Path, stage: int) -> dict[str, Any]:
         "differs": _raised(lambda: engine.save_checkpoint(other, tag="a")),
         "missing": engine.load_checkpoint(folder) == (None, None),
         "no_tag": _raised(lambda: engine.load_checkpoint(folder, tag="b")),
-        "custom": _raised(lambda: engine.load_checkpoint(folder, custom_load_fn=print)),
     }
+
+
+def custom(folder: pathlib.Path, stage: int) -> dict[str, Any]:
+    """Weights that a function of the script's loads: the last layer twice, in place of others."""
+    engine = _engine(stage)
+    _train(engine)
+    engine.save_checkpoint(folder, client_state={"n": 4})
+    kept, found = _weights(engine), {}
+
+    def load(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+        found["whole"] = [tuple(one.shape) for one in dst.parameters()] == [
+            tuple(src[name].shape) for name in ("first.weight", "first.bias") * 2
+        ]
+        dst.load_state_dict({name: 2.0 * src[name] for name in dst.state_dict()})
+
+    for name, options in (("module", {"load_module_only": True}), ("all", {})):
+        other = _engine(stage, seed=1)
+        _, client = other.load_checkpoint(folder, custom_load_fn=load, **options)
+        doubled = {key: 2.0 * one for key, one in kept.items()}
+        same = _same(doubled, _weights(other)) and client == {"n": 4}
+        before = other.global_steps
+        _train(other, 4)  # the first rates are 0
+        found[name] = [same, before, not _same(doubled, _weights(other))]
+        other.destroy()
+    other = _engine(stage, seed=1, third=True)
+    found["strict"] = _raised(lambda: other.load_checkpoint(folder, custom_load_fn=load))
+    other.load_checkpoint(
+        folder,
+        load_module_only=True,
+        custom_load_fn=lambda src, dst: dst.load_state_dict(src, strict=False),
+    )
+    found["other"] = _same(kept, _weights(other))
+    return found
 
 
 def files(folder: pathlib.Path, stage: int) -> dict[str, Any]:
@@ -257,7 +289,7 @@ CASES = {
     **{f"theirs-{case}": (theirs, case)
        for case in ("zero1-fp16", "zero2-fp32", "zero3-fp32", "zero3-bf16-universal")},
     **{f"{case.__name__}-stage{stage}": (case, stage)
-       for case in (resume, only, frozen, files) for stage in (0, 3)},
+       for case in (resume, only, frozen, files, custom) for stage in (0, 3)},
     **{f"{case.__name__}-stage{stage}": (case, stage)
        for case in (strict, universal) for stage in (1, 3)},
     **{f"{case.__name__}-stage{stage}": (case, stage)

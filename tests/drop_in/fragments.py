@@ -137,12 +137,18 @@ def refusals(stage: int) -> dict[str, Any]:
     safe_update_full_grad_vectorized([frozen, one], lambda gradient, param: 2 * gradient)
     found["doubled"] = torch.equal(safe_get_full_grad(one), 2 * gradient)
     found["said"] = [
-        raised(safe_set_full_grad, one, gradient + rank),
+        raised(safe_set_full_grad, one, 2 * gradient + rank),
         raised(safe_set_local_grad, one, torch.zeros(part.numel() + rank)),
         raised(safe_set_local_grad, frozen, torch.zeros(0)),
         raised(safe_get_full_fp32_param, torch.nn.Parameter(torch.ones(1))),
         raised(safe_get_full_optimizer_state, one, "typo"),
     ]
+    if stage:  # each rank has set its part
+        mixed = 2 * gradient.flatten() + torch.arange(gradient.numel()).ge(
+            -(-gradient.numel() // 2)
+        )
+        found["mixed"] = torch.equal(safe_get_full_grad(one).flatten(), mixed)
+        safe_set_full_grad(one, 2 * gradient)
     found["kept"] = torch.equal(safe_get_full_grad(one), 2 * gradient)
     if rank == 0:  # alone
         found["alone"] = [safe_get_local_fp32_param(one).numel(), part.numel()]

@@ -1,15 +1,17 @@
 """`deepspeed --autotuning`: a search, its folders, and its settings."""
 
+import argparse
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 from penstock import ConfigError
-from penstock.launch.autotuning import Settings, _place_of_config
+from penstock.launch.autotuning import Settings, Tuner, _place_of_config, after_step
 
 _SCRIPT = """
 import argparse, deepspeed, torch
@@ -110,3 +112,38 @@ def test_refused(section, message):
 def test_folders_can_be_chosen():
     made = Settings.of({"results_dir": str(pathlib.Path("a")), "overwrite": False})
     assert (made.results_dir, made.exps_dir, made.overwrite) == ("a", "autotuning_exps", False)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_search_removes_only_what_an_earlier_one_wrote(tmp_path, overwrite, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results, exps = tmp_path / "autotuning_results", tmp_path / "autotuning_exps"
+    mine = [results / "notes.txt", results / "mine" / "log.txt", exps / "own.json"]
+    theirs = [results / "z0" / "exp.json", results / "summary.txt", exps / "z0.json"]
+    for file in (*mine, *theirs):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text('{"result_dir": 1}' if file in theirs else "{}")
+    config = {"autotuning": {"overwrite": overwrite}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    Tuner(argparse.Namespace(args=["train.py", "--deepspeed_config", "ds.json"]))
+    assert all(file.exists() for file in mine)
+    assert [file.exists() for file in theirs] == [not overwrite] * 3
+
+
+@pytest.mark.parametrize("begin", [0, 40])  # 40: a checkpoint was loaded
+def test_an_experiment_ends_after_its_steps(begin, tmp_path):
+    path = tmp_path / "metrics.json"
+    section = {"enabled": True, "metric_path": str(path), "start_profile_step": 2,
+               "end_profile_step": 4}  # fmt: skip
+    engine = types.SimpleNamespace(
+        global_rank=0, world_size=2, global_steps=begin, train_batch_size=lambda: 8
+    )
+    after_step(engine, {**section, "enabled": False})
+    for _ in range(3):
+        after_step(engine, section)
+    assert not path.exists()
+    with pytest.raises(SystemExit):
+        after_step(engine, section)
+    found = json.loads(path.read_text())
+    assert found["world"] == 2 and found["throughput"] == pytest.approx(8 / found["latency"])
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.json"]

@@ -1,12 +1,15 @@
 """Checkpoints of deepspeed.initialize()'s engine: arguments, settings, files, DeepSpeed's own."""
 
 import json
+import os
 import pathlib
 import sys
 
 import pytest
 import torch
 from record import run
+
+from penstock.conversion import universal
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -64,7 +67,28 @@ def test_folders(found):
         assert "ValueError" in ours[name] and "save_dir is" in ours[name]
     assert "called save() with different arguments" in ours["differs"]
     assert ours["missing"] is True
-    assert "there is no" in ours["no_tag"] and "custom_load_fn is not" in ours["custom"]
+    assert "there is no" in ours["no_tag"]
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_function_loads_the_weights(stage, found):
+    ours = found[f"custom-stage{stage}"]
+    assert ours["whole"] and ours["module"] == [True, 0, True] and ours["all"] == [True, 2, True]
+    assert "parameter group 0" in ours["strict"] and ours["other"]
+
+
+def test_a_conversion_is_made_again_when_its_source_is_newer(tmp_path):
+    made, source = tmp_path / "made", tmp_path / "source"
+    (source / "inner").mkdir(parents=True)
+    made.mkdir()
+    assert not universal.is_newer(made, source)  # it is no checkpoint
+    for name, at in (("a", 5), ("inner/b", 7)):
+        (source / name).write_text("")
+        os.utime(source / name, (at, at))
+    (made / "checkpoint.json").write_text("{}")
+    for at, newer in ((6, False), (7, False), (8, True)):
+        os.utime(made / "checkpoint.json", (at, at))
+        assert universal.is_newer(made, source) is newer, at
 
 
 @pytest.mark.parametrize("stage", (0, 2, 3))

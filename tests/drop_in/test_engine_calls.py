@@ -12,6 +12,7 @@ import pipe_models as pipes
 import pytest
 import torch
 import torch.distributed as dist
+from raised import raised as error_of
 from ranks import Failure
 
 WORLD = 2
@@ -287,6 +288,36 @@ def test_nothing_is_printed_without_a_key(drop_in_pools):
     assert drop_in_pools(WORLD).run(printed, {}, 4) == [["", {}, None]] * WORLD
 
 
+def timed(names: list[str]) -> tuple[str, dict[str, Any]]:
+    """What log() prints on this rank, and what is left of the timers."""
+    pipes.deepspeed()
+    from deepspeed.utils.timer import SynchronizedWallClockTimer  # noqa: PLC0415
+
+    timers = SynchronizedWallClockTimer()
+    for _ in range(3):
+        timers("a").start()
+        timers("a").stop()
+    timers("b").start()
+    with contextlib.redirect_stdout(io.StringIO()) as heard:
+        timers.log(["a", "b", "missing"], ranks=[1])
+    left = {
+        "a": timers("a").elapsed(),
+        "runs": timers("b").started_,
+        "kept": len(timers("a")._spent),
+    }
+    said = [error_of(timers("b").start), error_of(timers("a").stop)]
+    return heard.getvalue(), left | {"names": sorted(timers.get_timers()), "said": said}
+
+
+def test_timers_start_again_on_every_rank_after_a_log(drop_in_pools):
+    (first, other), (printed_there, told) = drop_in_pools(WORLD).run(timed, ["a"])
+    assert first == "" and printed_there.startswith("[Rank 1] time (ms) | a: ")
+    for one in (other, told):
+        assert one["a"] == 0 and one["kept"] == 0 and one["runs"] and one["names"] == ["a", "b"]
+        assert "b has already been started" in one["said"][0]
+        assert "a is not started" in one["said"][1]
+
+
 def test_memory_is_printed(drop_in_pools):
     (first, _, _), _ = drop_in_pools(WORLD).run(printed, {"memory_breakdown": True}, 2)
     for part, when in itertools.product(("forward", "backward", "step"), ("before", "after")):
@@ -389,3 +420,140 @@ def test_classes_of_the_configs_optimizer(kind, params, offload, name, mode, dro
     assert first[:2] == other[:2] == (name, mode)
     usual = drop_in_pools(WORLD).run(made, kind, params | {"torch_adam": True}, False)
     assert first[2] == pytest.approx(usual[0][2], abs=1e-6)
+
+
+# ---- parameters
+
+
+def read_only() -> dict[str, Any]:
+    """Forwards of an engine without an optimizer, for a model of which a part is frozen."""
+    model = net()
+    model[0].weight.requires_grad_(False)
+    flags = [one.requires_grad for one in model.parameters()]
+    engine = pipes.deepspeed().initialize(model=model, config={"train_batch_size": WORLD})[0]
+    told = {"made": flags == [one.requires_grad for one in model.parameters()]}
+    x = torch.ones(2, 4, requires_grad=True)
+    engine(x).sum().backward()
+    told["inputs"] = bool(x.grad.abs().sum() > 0)
+    told["gradients"] = [one.grad is None for one in model.parameters()]
+    model[2].bias.requires_grad_(False)  # what the script freezes later stays frozen
+    engine(x)
+    told["after"] = [one.requires_grad for one in model.parameters()]
+    engine.destroy()
+    return told
+
+
+def test_an_engine_without_an_optimizer_keeps_what_is_frozen(drop_in_pools):
+    for told in drop_in_pools(WORLD).run(read_only):
+        assert told["made"] and told["inputs"] and told["gradients"] == [True] * 4
+        assert told["after"] == [False, True, True, False]
+
+
+class Mpu:
+    """An mpu with tensor ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.get_model_parallel_world_size = lambda: size
+
+
+def clipped() -> list[str]:
+    pipes.deepspeed()
+    from deepspeed.runtime.utils import clip_grad_norm_  # noqa: PLC0415
+
+    param = torch.nn.Parameter(torch.zeros(4))
+    param.grad = torch.ones(4)
+    told = [error_of(clip_grad_norm_, [param], 1.0, 2, Mpu(2))]
+    told.append(str(param.grad.tolist()))
+    norm = clip_grad_norm_([param], 1.0, 2, Mpu(1))
+    told += [str(float(norm)), str(round(float(param.grad.norm()), 3))]
+    engine = engine_of(1)
+    return [*told, error_of(clip_grad_norm_, engine.module.parameters(), 1.0)]
+
+
+def test_clipping_by_hand(drop_in_pools):
+    for said, untouched, norm, after, of_engine in drop_in_pools(WORLD).run(clipped):
+        assert "an mpu with tensor ranks is not supported" in said and untouched == str([1.0] * 4)
+        assert (norm, after) == ("2.0", "1.0")
+        assert "set gradient_clipping in the config" in of_engine
+
+
+CONTIGUOUS = [
+    ({"contiguous_checkpointing": True}, True),
+    ({"contiguous_checkpointing": True, "partition_activations": True}, True),
+    ({"contiguous_checkpointing": True, "num_checkpoints": 2}, True),
+    (
+        {"contiguous_checkpointing": True, "num_checkpoints": 2, "partition_activations": True},
+        False,
+    ),
+    ({"contiguous_checkpointing": False}, False),
+]
+
+
+def configured() -> list[str]:
+    configure = pipes.deepspeed().checkpointing.configure
+    return [error_of(lambda given=given: configure(None, **given)) for given, _ in CONTIGUOUS]
+
+
+def test_contiguous_checkpointing_needs_two_settings(drop_in_pools):
+    (told,) = drop_in_pools(1).run(configured)
+    for said, (_, refused_) in zip(told, CONTIGUOUS, strict=True):
+        assert ("needs partitioned activations and the number of layers" in said) == refused_
+
+
+# ---- losses in fp16
+
+
+def scales(precision: dict[str, Any]) -> list[Any]:
+    """needs_scaler(), and what scale() refuses."""
+    engine = engine_of(1, precision)
+    x = torch.ones(2, 4, dtype=next(engine.module.parameters()).dtype)
+    made = engine(x)
+    said = [error_of(engine.scale, one) for one in (made, made.detach().sum())]
+    engine.destroy()
+    return [engine.optimizer.needs_scaler(), *said]
+
+
+@pytest.mark.parametrize(
+    ("precision", "needs"),
+    [
+        ({"fp16": {"enabled": True}}, True),
+        ({"fp16": {"enabled": True, "loss_scale": 1}}, False),
+        ({"bf16": {"enabled": True}}, False),
+        ({}, False),
+    ],
+)
+def test_scale_takes_a_loss(precision, needs, drop_in_pools):
+    for found, *said in drop_in_pools(WORLD).run(scales, precision):
+        assert found == needs
+        assert "(2, 4); it must be a scalar" in said[0] and "must be a scalar tensor" in said[1]
+
+
+def shared(call: str, stage: int) -> str:
+    """A loss that depends on two engines with a loss scale each."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    one, other = engine_of(stage, fp16), engine_of(stage, fp16)
+    x = torch.ones(2, 4, dtype=torch.float16)
+    loss = (one(x) + other(x)).float().square().mean()
+    calls = {
+        "plain": loss.backward,
+        "backward": lambda: one.backward(loss),
+        "scale": lambda: one.scale(loss).backward(),
+    }
+
+    def trained() -> None:
+        calls[call]()
+        one.step()
+        other.step()
+
+    said = error_of(trained)
+    one.destroy()
+    other.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("call", ["plain", "backward", "scale"])
+def test_a_shared_loss_in_fp16_is_refused(call, stage, drop_in_pools):
+    """As in DeepSpeed: one loss cannot be multiplied by two scales."""
+    for said in drop_in_pools(WORLD).run(shared, call, stage):
+        assert "the loss is not scaled" in said

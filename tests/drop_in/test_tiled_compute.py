@@ -113,6 +113,9 @@ def refused() -> list[str]:
         lambda: tiles.TiledFusedLogitsLoss.apply(None, None, x, y[:1], None, 2, [], "sum"),
         lambda: tiles.TiledFusedLogitsLoss.apply(None, None, x, y, x, 2, [], "sum"),
         lambda: tiles.SequenceTiledCompute.apply(None),
+        lambda: tiles.sequence_tiled_compute(lambda x: x, 5, 2, {"x": x}, {}, "x", []),
+        lambda: tiles.sequence_tiled_compute(lambda x: x, 3, 2, {"x": x}, {}, "x", []),
+        lambda: tiles.sequence_tiled_compute(lambda x: x, 4, 2, {"x": y[0]}, {}, "x", []),
     ):
         try:
             call()
@@ -125,4 +128,29 @@ def test_refused(drop_in_pools):
     (told,) = drop_in_pools(1).run(refused)
     assert "output_reduction is 'max'" in told[0]
     assert all("allowed: x and y of [batch" in text for text in told[1:3])
-    assert "sequence_tiled_compute()" in told[3] and len(told) == 4
+    assert "sequence_tiled_compute()" in told[3] and len(told) == 7
+    assert "seqlen is 5, and kwargs_to_shard has {'x': (2, 4, 3)}" in told[4]
+    assert "seqlen is 3" in told[5] and "allowed: tensors of [batch, seqlen, ...]" in told[6]
+
+
+def uneven(shards: int) -> list[Any]:
+    """Sizes of the parts of 5 tokens, and how far the joined output is from the whole."""
+    deepspeed()
+    from deepspeed.runtime.sequence_parallel import ulysses_sp as tiles  # noqa: PLC0415
+
+    x, sizes = torch.randn(2, 5, 3), []
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.shape[1])
+        return 2 * x
+
+    options = {"output_unshard_dimension": 1, "output_reduction": None}
+    made = tiles.sequence_tiled_compute(twice, 5, shards, {"x": x}, {}, "x", [], **options)
+    return [sizes, float((made - 2 * x).abs().max())]
+
+
+@pytest.mark.parametrize(
+    ("shards", "sizes"), [(1, [5]), (2, [3, 2]), (4, [2, 2, 1]), (5, [1] * 5), (9, [1] * 5)]
+)
+def test_no_part_is_empty(shards, sizes, drop_in_pools):
+    assert drop_in_pools(1).run(uneven, shards) == [[sizes, 0.0]]

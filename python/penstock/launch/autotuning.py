@@ -322,7 +322,7 @@ def after_step(engine: Any, section: dict[str, Any]) -> None:
 def _alternatives(engine: Any) -> list[dict[str, Any]]:
     from penstock.front import module_tree  # noqa: PLC0415 - it imports torch
 
-    tree = module_tree.model_tree(engine.module, {})
+    tree = module_tree.model_tree(engine._model, {})
     asked = _penstock.Config({"precision": engine.native.config.precision})
     report = _penstock.plan_report(tree, asked, engine.world_size, _TOKENS, _penstock.Machine())
     found: list[dict[str, Any]] = report["alternatives"]

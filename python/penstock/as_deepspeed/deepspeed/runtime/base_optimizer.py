@@ -102,6 +102,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def _get_loss_scale(self) -> float:
         return self.loss_scale
 
+    def needs_scaler(self) -> bool:
+        """Whether a plain `loss.backward()` needs a loss from engine.scale()."""
+        return self.dynamic_loss_scale
+
     @property
     def loss_scaler(self) -> EngineLossScale:
         """The loss scale with its settings, and the count of steps."""

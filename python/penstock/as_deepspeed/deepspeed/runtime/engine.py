@@ -448,7 +448,16 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         return self._applied
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss times the loss scale (fp16), for a plain `.backward()`."""
+        """Returns the loss times the loss scale (fp16), for a plain `.backward()`.
+
+        Raises ConfigError without an optimizer, and for anything but a loss with a graph.
+        """
+        self._need_optimizer("scale")
+        if loss.numel() != 1 or loss.grad_fn is None:
+            raise DeepSpeedRefusal(
+                f"[deepspeed::scale] the loss has shape {tuple(loss.shape)}; it must be a scalar "
+                f"tensor with grad_fn, as in DeepSpeed. For others call tensor.backward(gradient)"
+            )
         scaled: torch.Tensor = self.native.scale(loss)
         return scaled
 

@@ -233,7 +233,8 @@ class EngineCheckpoints:
             load_optimizer_states: also load masters, moments and counts.
             load_lr_scheduler_states: also load the scheduler's state.
             load_module_only: load only the weights.
-            custom_load_fn: must be None.
+            custom_load_fn: custom_load_fn(src, dst) takes the checkpoint's weights by name and
+                writes to the module, whose weights are whole on every rank. It is called last.
 
         Returns:
             The checkpoint's folder and its `client_state`; (None, None) if there is no `latest`.
@@ -243,15 +244,13 @@ class EngineCheckpoints:
                 converted.
             RuntimeFault: the checkpoint is damaged.
         """
-        if custom_load_fn is not None:
-            raise ConfigError("[deepspeed::load_checkpoint] custom_load_fn is not supported")
         root = pathlib.Path(load_dir)
         name = self._chosen(root, tag)
         if name is None:
             logger.warning(f"nothing is loaded: there is no file {root / 'latest'}")
             return None, None
         only = load_module_only or not load_optimizer_states
-        found = self._load(root, name, only, load_module_strict)
+        found = self._load(root, name, only, load_module_strict, custom_load_fn)
         log_dist(f"loaded {root / name}", ranks=[0])
         if not isinstance(found, dict) or _OURS not in found:  # penstock.Engine or convert wrote it
             if not load_module_only:
@@ -262,17 +261,23 @@ class EngineCheckpoints:
             self._take(kept, load_lr_scheduler_states)
         return str(root / name), self._client_state(kept["client_state"])
 
-    def _load(self, root: pathlib.Path, name: str, only: bool, strict: bool) -> Any:
+    def _load(self, root: pathlib.Path, name: str, only: bool, strict: bool, custom: Any) -> Any:
         """Loads the state, or only the weights. Returns client_state."""
-        try:
-            return self.native.load(root, name, weights_only=only, frozen=strict)
-        except ConfigError:
-            if strict or not only:
-                raise
+        if custom is None or not only:
+            try:
+                found = self.native.load(root, name, weights_only=only, frozen=strict)
+                if custom is None:
+                    return found
+            except ConfigError:
+                if strict or not only:
+                    raise
         state = state_dict(root / name)
-        missing, unexpected = self.native.load_state_dict(state, strict=False)
-        text = f"{root / name} lacks {missing}, and the model lacks {unexpected}"
-        log_dist(text, ranks=[0], level=WARNING)
+        if custom is not None:
+            self.load_module_state_dict({"module": state}, custom_load_fn=custom)
+        else:
+            missing, unexpected = self.native.load_state_dict(state, strict=False)
+            text = f"{root / name} lacks {missing}, and the model lacks {unexpected}"
+            log_dist(text, ranks=[0], level=WARNING)
         return decode(json.loads(_penstock.CheckpointReader(str(root), name).front)["client_state"])
 
     def _take_converted(self, path: pathlib.Path, scheduler: bool) -> None:
@@ -406,7 +411,12 @@ class EngineCheckpoints:
         custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Loads whole weights (`checkpoint["module"]`), which must be the same on all ranks."""
-        if custom_load_fn is not None:
-            raise ConfigError("[deepspeed::load_module_state_dict] custom_load_fn is not supported")
-        self.native.load_state_dict(checkpoint["module"], strict=strict)
+        """Loads whole weights (`checkpoint["module"]`), which must be the same on all ranks.
+
+        custom_load_fn(src=weights, dst=module) writes them itself. Rank 0's result counts.
+        """
+        if custom_load_fn is None:
+            self.native.load_state_dict(checkpoint["module"], strict=strict)
+            return
+        with self.native.gathered(write=True):
+            custom_load_fn(src=checkpoint["module"], dst=self._model)

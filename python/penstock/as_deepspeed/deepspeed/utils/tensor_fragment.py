@@ -85,9 +85,24 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces the averaged gradient. Call it after the accumulation window's last backward."""
+    """Replaces the averaged gradient. Call it after the accumulation window's last backward.
+
+    If ranks pass different values, each element is that of one rank: the ranks take turns in equal
+    runs, as in DeepSpeed's flat buffers. At stage 0 it raises ConfigError.
+    """
     engine = _engine(param)
-    engine.set_grads({engine.name_of(param): value})
+    try:
+        engine.set_grads({engine.name_of(param): value})
+    except ConfigError:
+        fits = isinstance(value, torch.Tensor) and value.shape == param.shape
+        if not fits or not param.requires_grad or engine.config.strategy == "ddp":
+            raise
+        warning_once("safe_set_full_grad: ranks pass different values; each sets only its part")
+        run = -(-value.numel() // dist.get_world_size())
+        begin, mixed = get_rank() * run, torch.zeros_like(value, dtype=torch.float32).flatten()
+        mixed[begin : begin + run] = value.flatten()[begin : begin + run]
+        dist.all_reduce(mixed)
+        engine.set_grads({engine.name_of(param): mixed.view(param.shape)})
 
 
 def safe_update_full_grad_vectorized(

@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from penstock import ConfigError
 from penstock.front.recompute import GENERATORS
 
+from ..._refusal import DeepSpeedRefusal
 from ...utils.bwc import bwc_tensor_model_parallel_rank
 from ...utils.logging import logger
 from ..config import as_dict
@@ -34,6 +35,8 @@ def configure(  # noqa: PLR0913 - DeepSpeed's signature
 
     Saved inputs stay whole on their device: the other arguments have no effect, and a warning lists
     those that are set. The native keys offload.activations and activations.checkpoint change this.
+
+    Raises ConfigError for contiguous checkpointing without the two settings that it needs.
     """
     global _configured, mpu
     mpu = mpu if mpu_ is None else mpu_
@@ -48,6 +51,15 @@ def configure(  # noqa: PLR0913 - DeepSpeed's signature
         "profile": profile,
     }
     asked = {**section, **{name: value for name, value in asked.items() if value is not None}}
+    count = num_checkpoints or section.get("number_checkpoints")
+    if asked.get("contiguous_memory_optimization") and not (
+        asked.get("partition_activations") and count
+    ):
+        raise DeepSpeedRefusal(
+            "[deepspeed::configure] contiguous checkpointing needs partitioned activations and the "
+            "number of layers (num_checkpoints), as in DeepSpeed: set them, or leave it out, since "
+            "it has no effect here"
+        )
     chosen = [name for name, value in asked.items() if value]
     if chosen:
         logger.warning(f"deepspeed.checkpointing: no effect in Penstock: {', '.join(chosen)}")
