@@ -260,6 +260,9 @@ def gathered(with_engine: bool) -> dict[str, Any]:
 
     found["said"] = [raised(one) for one in (inside, changed, lambda: whole("weight"))]
     found["kept"] = values(model.head)[: weight.numel()].unique().tolist()
+    with whole(weight), torch.no_grad():  # every rank writes the values that are there
+        weight.copy_(weight.clone())
+    found["same"] = values(model.head)[: weight.numel()].unique().tolist()
     if engine is not None:
         engine.destroy()
     return found
@@ -270,7 +273,7 @@ def test_gathered(drop_in_pools, with_engine):
     for found in drop_in_pools(2).run(gathered, with_engine):
         assert found["shapes"] == [True] * 6 and found["nested"]
         assert found["off"].endswith("NOT_AVAILABLE") and found["status"].endswith(".AVAILABLE")
-        assert found["written"] == found["kept"] == [1.0]
+        assert found["written"] == found["kept"] == found["same"] == [1.0]
         inside, changed, text = found["said"]
         assert "this block cannot have a modifier_rank" in inside
         assert changed.startswith("RuntimeFault") and "change" in changed

@@ -9,28 +9,62 @@ from typing import Any
 import torch
 
 from penstock import ConfigError, RuntimeFault
+from penstock.front import optimizer as optimizers
 
 from .fp16.loss_scaler import EngineLossScale
 
 
-class _State(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
-    """The optimizer state by parameter: copies of this rank's elements."""
+class EngineState(optimizers._State):
+    """The optimizer state by parameter: copies of this rank's elements.
 
-    def __init__(self, native: Any, groups: list[dict[str, Any]]) -> None:
-        self._native = native
-        self._params = {id(one): one for group in groups for one in group["params"]}
+    A copy is flat, unless the rank keeps all elements of the parameter. The next step raises
+    ConfigError if the last copy that was read has been edited, since that changes nothing.
+    """
+
+    def __init__(self, native: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._native, self._optimizer = weakref.ref(native), weakref.ref(optimizer)
+        self._read: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
+        self._hook: Any = None
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        if id(param) not in self._params:
+        native, optimizer = self._native(), self._optimizer()
+        if native is None or optimizer is None or all(param is not one for one in self):
             raise KeyError(param)
-        names = self._native.state_names()
-        return {name: self._native.local_state(param, name)[1] for name in names}
+        made = {name: native.local_state(param, name)[1] for name in native.state_names()}
+        if native.config.strategy == "ddp":
+            made = {name: one.view(param.shape) for name, one in made.items()}
+        self._read |= {(id(param), name): (one, one._version) for name, one in made.items()}
+        self._hook = self._hook or optimizer.register_step_pre_hook(self._check)
+        return made
+
+    def _check(self, *_: Any) -> None:
+        read, self._read = self._read, {}
+        self._hook.remove()
+        self._hook = None
+        edited = {name for (_, name), (one, version) in read.items() if one._version != version}
+        if edited:
+            raise ConfigError(
+                f"[deepspeed::optimizer] optimizer.state gives copies, and an edit of "
+                f'"{min(edited)}" in one has no effect: use '
+                f"deepspeed.utils.safe_set_full_optimizer_state()"
+            )
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._params.values())
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return iter([one for group in groups for one in group["params"]])
 
     def __len__(self) -> int:
-        return len(self._params)
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    __contains__: Any = Mapping.__contains__
+    keys: Any = Mapping.keys
+    values: Any = Mapping.values
+    items: Any = Mapping.items
+    get: Any = Mapping.get
 
 
 class _Unsaved(dict[str, Any]):
@@ -81,12 +115,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def state(self) -> Any:
-        """The state by parameter. A value is a flat copy of this rank's elements.
-
-        The copy is made when it is read. deepspeed.utils.safe_set_* changes the state.
-        """
-        native = self._ours().native
-        return _State(native, self.param_groups) if native.state_names() else self.optimizer.state
+        """The torch optimizer's state: an EngineState, if the engine computes the update."""
+        return self.optimizer.state
 
     @property
     def overflow(self) -> bool:
@@ -124,13 +154,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """Flat copies of this rank's fp32 masters, by parameter group (DeepSpeed's ZeRO-3)."""
+        """Flat copies of this rank's fp32 masters, by parameter group."""
         return [self._masters(group) for group in self.param_groups]
 
-    @property
-    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """Flat copies of this rank's fp32 masters, by parameter group (ZeRO-1 and ZeRO-2)."""
-        return self.fp32_partitioned_groups_flat
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # ZeRO-1 and 2
+    fp32_groups_flat = fp32_partitioned_groups_flat  # stage 0
 
     def _masters(self, group: dict[str, Any]) -> torch.Tensor:
         native = self._ours().native

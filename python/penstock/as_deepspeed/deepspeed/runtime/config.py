@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import types
@@ -190,10 +191,16 @@ def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
     made = getattr(torch.optim, name, None)
     if name.lower() in kernels or not isinstance(made, type):
         return None
-    if not issubclass(made, torch.optim.Optimizer):
+    if not issubclass(made, torch.optim.Optimizer) or name == "Muon":  # it needs whole matrices
         return None
     params = section.get("params") or {}
     _refuse_left_over(
+    unknown = sorted(params.keys() - inspect.signature(made).parameters)
+    if unknown:
+        raise ConfigError(
+            f'[deepspeed::initialize] "optimizer.params.{unknown[0]}" is no option of torch.optim.'
+            f"{name}; allowed: {', '.join([*inspect.signature(made).parameters][1:])}"
+        )
         [f"optimizer.params.{key}" for key, value in params.items() if value == "auto"]
     )
     return name, dict(params)

@@ -30,6 +30,7 @@ from ..ops.adam import FusedAdam
 from ..utils import groups
 from ..utils.bwc import bwc_tensor_model_parallel_group
 from ..utils.logging import log_dist
+from .base_optimizer import EngineState
 from .config import DeepSpeedConfig, make_folder
 from .cut_parameters import CutParameters, own_settings, tensor_ranks_of
 from .engine_checkpoints import EngineCheckpoints
@@ -255,6 +256,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         if self._config.zero_optimization_stage == 3:
             mark_model(self._model, self._config.zero_config)
         self.basic_optimizer = made
+        if self.native.state_names() and made is not None:
+            made.state = EngineState(self.native, made)
         self.optimizer = self._wrapped(made)
 
     def _with_parts_joined(self, native: dict[str, Any]) -> dict[str, Any]:

@@ -337,7 +337,7 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
         for param in params:
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         try:
-            seen = [] if modifier_rank is not None else [_digest(one) for one in params]
+            seen = [] if modifier_rank is not None else [_seen(one) for one in params]
             yield
             if modifier_rank:  # the engine keeps the values of rank 0
                 for _, own in engines.values():
@@ -369,6 +369,11 @@ def _digest(param: torch.Tensor) -> list[int]:
     return [*(int(one) for one in found), *raw[whole:].tolist()]
 
 
+def _seen(param: torch.Tensor) -> list[int]:
+    """The digest, and the count of torch's edits, which may write the same values."""
+    return [*_digest(param), param._version]
+
+
 def _on_any_rank(flags: list[bool]) -> list[bool]:
     found = torch.tensor(flags, dtype=torch.int32)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -391,7 +396,7 @@ def _keep_same_edits(engines: dict[int, tuple[Any, list[torch.Tensor]]], seen: A
     All ranks must call it.
     """
     for engine, own in engines.values():
-        changed = [_digest(one) != seen[id(one)] for one in own]
+        changed = [_seen(one) != seen[id(one)] for one in own]
         edited = zip(own, _on_any_rank(changed), strict=True)
         kept = [one for one, is_edited in edited if is_edited and _are_equal(one.data)]
         if kept:
