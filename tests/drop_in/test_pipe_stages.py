@@ -129,15 +129,20 @@ def test_a_stage_decides_about_its_layers(given, zero, drop_in_pools):
         assert max(told.values()) < 1e-5, told
 
 
-def loaded_later() -> list[float]:
+def loaded_later(zero: int) -> list[float]:
     """state_dict() of the stage after a step, and load_state_dict() of it into a trained engine."""
     model = pipes.built("modules", num_stages=2)
-    engine = pipes.deepspeed().initialize(model=model, config=pipes.config_of(1))[0]
+    engine = pipes.deepspeed().initialize(model=model, config=pipes.config_of(zero))[0]
 
     def step(index: int) -> float:
         return float(engine.train_batch(pipes.batches("modules", index, 0)))
 
     step(0)
+    sizes = [one["exp_avg"].numel() for one in engine.basic_optimizer.state.values()]
+    own = {engine.native.name_of(one) for one in model.parameters()}
+    names = [name for name, _ in model.whole.named_parameters()]
+    if zero == 0:
+        assert [size > 0 for size in sizes] == [name in own for name in names]
     kept = {name: one.clone() for name, one in engine.module.state_dict().items()}
     whole = engine.native.state_dict(rank0_only=False)
     same = max(float((one - whole[name]).abs().max()) for name, one in kept.items())
@@ -150,8 +155,9 @@ def loaded_later() -> list[float]:
     return [same, again - first, abs(moved - first)]
 
 
-def test_the_state_of_a_stage(drop_in_pools):
-    for same, back, moved in drop_in_pools(2).run(loaded_later):
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_state_of_a_stage(zero, drop_in_pools):
+    for same, back, moved in drop_in_pools(2).run(loaded_later, zero):
         assert same == 0 and abs(back) < LIMIT < moved
 
 

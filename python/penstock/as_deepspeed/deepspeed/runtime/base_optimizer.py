@@ -31,7 +31,8 @@ class EngineState(optimizers._State):
         if native is None or optimizer is None or all(param is not one for one in self):
             raise KeyError(param)
         made = {name: native.local_state(param, name)[1] for name in native.state_names()}
-        if native.config.strategy == "ddp":
+        keeps = all(one.numel() == param.numel() for one in made.values())  # not another stage
+        if native.config.strategy == "ddp" and keeps:
             made = {name: one.view(param.shape) for name, one in made.items()}
         self._read |= {(id(param), name): (one, one._version) for name, one in made.items()}
         self._hook = self._hook or optimizer.register_step_pre_hook(self._check)
