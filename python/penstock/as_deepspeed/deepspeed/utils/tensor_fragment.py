@@ -101,8 +101,9 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         run = -(-value.numel() // dist.get_world_size())
         begin, mixed = get_rank() * run, torch.zeros_like(value, dtype=torch.float32).flatten()
         mixed[begin : begin + run] = value.flatten()[begin : begin + run]
-        dist.all_reduce(mixed)
-        engine.set_grads({engine.name_of(param): mixed.view(param.shape)})
+        sent = comm._sendable(mixed)
+        dist.all_reduce(sent)
+        engine.set_grads({engine.name_of(param): sent.to(value.device).view(param.shape)})
 
 
 def safe_update_full_grad_vectorized(

@@ -18,7 +18,7 @@ from penstock.parallel.pipeline_layers import LayerSpec as LayerSpec
 from penstock.parallel.pipeline_layers import TiedLayerSpec as TiedLayerSpec
 from penstock.parallel.pipeline_layers import type_name
 
-from ...comm.comm import get_world_size, init_distributed
+from ...comm.comm import _sendable, get_world_size, init_distributed
 from ..activation_checkpointing import checkpointing
 from ..utils import set_random_seed
 from .topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -333,7 +333,7 @@ def _take(one: torch.Tensor, about: dict[str, Any]) -> None:
 
 
 def _broadcast(one: torch.Tensor, source: int, group: Any) -> None:
-    sent = one.detach().contiguous()
+    sent = _sendable(one.detach().contiguous(), group)
     dist.broadcast(sent.view(-1).view(torch.uint8), source, group=group)
     if sent.data_ptr() != one.data_ptr():
         one.detach().copy_(sent)
