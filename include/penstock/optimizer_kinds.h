@@ -34,6 +34,7 @@ struct PENSTOCK_API OptimizerKind {
   std::array<std::string_view, 2> moments{};
   bool needs_momentum = false;   // no moments are kept while `momentum` is 0
   bool decoupled_decay = false;  // weight decay is not added to the gradient
+  bool counts_steps = false;     // torch keeps a "step" per parameter
 
   bool takes(std::string_view key) const;
   int num_moments() const { return moments[0].empty() ? 0 : moments[1].empty() ? 1 : 2; }

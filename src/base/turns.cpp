@@ -14,11 +14,12 @@ namespace {
 
 constexpr size_t kKept = 16;                   // turns
 constexpr size_t kText = 1000;                 // bytes of an error
-constexpr const char* kBackward = "backward";  // the kind of such a turn
-// Lanes on which all ranks that meet make the same collectives. Stages send messages on other
+constexpr const char* kBackward = "backward";  // the kind of a backward's turn
+// Lanes on which all participating ranks make the same collectives. Stages send messages on other
 // lanes.
 constexpr std::array<const char*, 5> kAlike = {"gather", "reduce", "control", "update", "stage"};
 constexpr char kField = '\x1f', kLine = '\x1e';
+constexpr const char* kOffPlan = " off plan";  // see exec::Params
 constexpr const char* kDifference = "[comm::exchange] the ranks made different calls: ";
 
 std::string name(int rank) { return concat("rank ", rank); }
@@ -103,7 +104,7 @@ std::string difference(const Standing& asks, const Standing& own, const RankStat
     const Turn *const theirs = asks.turn(number), *const ours = own.turn(number);
     if (theirs == nullptr || ours == nullptr) continue;
     if (theirs->kind != ours->kind) return tell(asks, own, number);
-    // If both ranks raised the error, or if both have gone on after it, nobody waits because of
+    // If both ranks raised the error, or if both have continued after it, no rank waits because of
     // it.
     const bool left = number + 1 == end && theirs->raised.empty() && !ours->raised.empty();
     // Without its forward this rank cannot run the backward.
@@ -116,10 +117,15 @@ std::string difference(const Standing& asks, const Standing& own, const RankStat
   }
   const bool alike = std::find(kAlike.begin(), kAlike.end(), asks.lane) != kAlike.end();
   if (!alike || !waits || lane->sequence != asks.sequence || lane->tag == asks.tag) return "";
+  // A rank gathers a unit off plan if it runs units in an order that it did not have in step one.
+  const bool off_plan = asks.collective.ends_with(kOffPlan) || lane->line.text.ends_with(kOffPlan);
   return concat(kDifference, name(asks.rank), " waits in `", asks.collective, "`, but ",
                 name(own.rank), " is in `", lane->line.text, "` (both: collective ", asks.sequence,
-                " of lane ", asks.lane, ", step ", lane->line.step,
-                "). Make the same calls on every rank, in the same order");
+                " of lane ", asks.lane, ", step ", lane->line.step, "). ",
+                off_plan ? "The ranks run units in orders that differ and that step one did not "
+                           "have. Run the units in the same order on every rank, or use "
+                           "\"zero2\", which keeps parameters whole"
+                         : "Make the same calls on every rank, in the same order");
 }
 
 bool is_difference(const std::string& text) { return text.starts_with(kDifference); }

@@ -48,7 +48,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         module: the model.
         config: every setting in effect, in read-only sections: `config.offload.optimizer`.
         optimizer: the torch optimizer that has the parameter groups.
-        lr_scheduler: the one that was given, or None.
+        lr_scheduler: the scheduler that was given, or None.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._install_hooks()
 
     def _scheduler(self, given: Any, config: Any) -> Any:
-        """Returns the given scheduler. Calls it with the optimizer first if it is a callable."""
+        """Returns the given scheduler. If a callable is given, calls it with the optimizer."""
         optimizer = self.optimizer
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._scheduled = config.schedule.type != "none"
@@ -226,8 +226,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
 
         Raises:
             RuntimeFault: if there was no backward since the last step; if gradients are not finite
-                (names parameter, rank and micro-step; the weights stay); if a peer has ended or
-                diverged.
+                (the error names parameter, rank and micro-step; the weights do not change); if a
+                peer has ended or diverged.
         """
         if not self._core.window_complete(force):
             return False
@@ -248,11 +248,11 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._stepped()
         if self._native:
             optim.call_hooks(optimizer, before=False)
+            # torch's schedulers warn unless they see the optimizer step.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         if self.lr_scheduler is None:
             self._schedule_lr()
         elif optim.steps_alone(self.lr_scheduler):
-            # torch's schedulers warn unless they see the optimizer step.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
             self.lr_scheduler.step()
         self._step_events.tell(self, applied=True)
         if self.config.checkpoint.signals:
@@ -308,7 +308,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     def gathered(
         self, params: Iterable[torch.Tensor] | None = None, write: bool = False
     ) -> Iterator[None]:
-        """Gathers these parameters (default: all) on every rank for the context.
+        """Gathers these parameters (default: all) on every rank while the context is open.
 
         Args:
             params: parameters of the model; the call gathers their whole units.
@@ -350,14 +350,14 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
 
         Trained parameters are copies of their fp32 masters. Frozen parameters have no master, and
         keep their own dtype until `dtype` converts them. The dict also has copies of buffers and
-        the values of `get_extra_state()`, as the dict of `torch.nn.Module.state_dict()`.
+        the values of `get_extra_state()`, like the dict of `torch.nn.Module.state_dict()`.
 
         The call gathers one unit at a time. Rank 0 holds the dict and at most one more unit, which
         counts as "buffers" in the ledger and towards a budget. Other ranks hold at most their shard
         of a unit.
 
-        The model's own `state_dict()` makes the dict, so overrides of it and hooks see full values
-        in the dict and in the modules. They run on rank 0 after the last collective, so an error in
+        The model's own `state_dict()` makes the dict, so its overrides and hooks see full values in
+        the dict and in the modules. They run on rank 0 after the last collective, so an error in
         them is raised on rank 0 alone.
 
         Args:
@@ -443,16 +443,16 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
 
         Views of parameters (`state_dict()` of the model, `detach()`, `data`) stay views of them.
         In a `finally:` it also restores the weights after an error on this rank or another, if
-        every rank calls it. They are the weights before the failed step. If a `step()` was
+        every rank calls it. These are the weights from before the failed step. If a `step()` was
         interrupted, some weights may already be new; a RuntimeWarning reports this.
 
         ``gather=False`` drops the values, for a model larger than memory. Then reading a sharded
         parameter or a view of it raises RuntimeError.
 
         Raises:
-            RuntimeFault: if the weights could not be gathered; names the reason (a rank has ended,
-                or did not call within `comm.timeout_s`). The memory is freed first, and sharded
-                parameters are as after ``gather=False``.
+            RuntimeFault: if the weights could not be gathered; the error names the reason (a rank
+                has ended, or did not call within `comm.timeout_s`). The memory is freed first, and
+                sharded parameters are as after ``gather=False``.
         """
         error = sys.exc_info()[1]  # an error that passes through a `finally:`
         self._end(gather, "" if error is None else f"{type(error).__name__}: {error}")
@@ -483,8 +483,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         """
         if self._external is not None:
             raise ConfigError(
-                f"[front::step] the groups of {type(self.optimizer).__name__} changed. It works "
-                f"on shards, so its groups must stay as they were at initialize()"
+                f"[front::step] the groups of {type(self.optimizer).__name__} changed. This "
+                f"optimizer works on shards, so its groups must stay as they were at initialize()"
             )
         group_of = optim.group_of(self.optimizer, self._structure.own)
         self._core.set_groups([group_of.get(param, 0) for param in self._structure.own])
@@ -563,13 +563,15 @@ def initialize(
             (the default).
         lr_scheduler: torch scheduler of that optimizer, or a callable that takes the optimizer.
             `step()` steps it after each update. Default: `schedule` (DeepSpeed: `scheduler`).
-        device: where the model trains ("cuda": this rank's GPU); it is moved unit by unit. Default:
-            the device of `penstock.init()`, or where the parameters are.
+        device: where the model trains ("cuda": this rank's GPU). The model moves unit by unit.
+            Default: the device of `penstock.init()`, or where the parameters are.
         overrides: top-level config keys that replace those of `config`.
 
     Raises:
-        ConfigError: if a setting cannot work; names the key, its value and the allowed values.
-        RuntimeFault: if ranks have different models or configs; names the first difference.
+        ConfigError: if a setting cannot work; the error names the key, its value and the allowed
+            values.
+        RuntimeFault: if ranks have different models or configs; the error names the first
+            difference.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(

@@ -26,9 +26,9 @@ class ParamState:
     ) -> Any:
         """Loads whole weights and buffers. All ranks call it; the weights of rank 0 count.
 
-        The model's own `load_state_dict()` takes the values, so overrides of it and hooks work as
-        without an engine. A master takes a value in fp32, even if its parameter rounds it; in
-        `gathered(write=True)` around the model's method the master would take the rounded value.
+        The model's own `load_state_dict()` takes the values, so its overrides and hooks work as
+        without an engine. A master takes the fp32 value, even if its parameter rounds it. With the
+        model's method inside `gathered(write=True)`, the master would take the rounded value.
 
         Args:
             state_dict: as `Engine.state_dict()` returns it, in any floating dtypes.
@@ -47,7 +47,10 @@ class ParamState:
         return keys
 
     def full_grads(self) -> dict[str, torch.Tensor]:
-        """Returns averaged full fp32 gradients by name on all ranks, between backward and step."""
+        """Returns averaged full fp32 gradients by name on all ranks, between backward and step.
+
+        It has no entry for a parameter that got no gradient on any rank: torch's `grad` is None.
+        """
         return dict(self._core.values.full("grad"))
 
     def set_grads(self, grads: Mapping[str, torch.Tensor]) -> None:
@@ -87,11 +90,12 @@ class ParamState:
         return [] if self._external is not None else list(self.config.optimizer.moments)
 
     def param_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns a copy of the state, fp32 in the parameter's shape.
+        """Returns a copy of the state, fp32 in the parameter's shape ("step": a scalar).
 
         Args:
             param: a parameter of the model.
-            name: "param" for the master, or a moment ("exp_avg").
+            name: "param" for the master, a moment ("exp_avg"), or "step" for the number of updates
+                of an optimizer that corrects for it (AdamW, Adam, Adagrad).
 
         Raises:
             ConfigError: if the engine keeps no state of that name for the parameter.
@@ -110,8 +114,8 @@ class ParamState:
         return found
 
     def local_state(self, param: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
-        """Returns the first index of this rank's elements in the flattened parameter, and a copy
-        [elements] fp32."""
+        """Returns the first index of this rank's elements in the flattened parameter, and a copy of
+        the elements, fp32."""
         begin, values = self._core.values.local_state(self.name_of(param), name)
         return int(begin), values
 

@@ -5,9 +5,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -19,6 +21,7 @@
 #include "src/ckpt/inventory.h"
 #include "src/device/kernels.h"
 #include "src/engine/step/core_state.h"
+#include "src/engine/step/unit_order.h"
 #include "src/engine/step/window_agreement.h"
 
 namespace penstock {
@@ -28,6 +31,7 @@ namespace {
 using ckpt::Holding;
 
 constexpr const char* kParam = "param";  // role name of masters
+constexpr const char* kStep = "step";    // role name of a parameter's number of updates
 
 // Elements of the parameter that this rank holds, beginning at `begin`.
 struct OwnedRange {
@@ -55,8 +59,7 @@ struct Values::ParamState {
           "[engine::state] this call does not work inside gathered(). Leave the block first");
     state.executor->updates().finish();
     state.border->look_at_params();
-    const OptimizerKind& kind = kind_of(state.config.optimizer.value_or(OptimizerConfig{}).type);
-    const std::vector<std::string> moments = {kind.moments.begin(), kind.moments.end()};
+    const std::vector<std::string> moments = {kind().moments.begin(), kind().moments.end()};
     const int rank = state.group->rank();
     for (Holding& one : ckpt::holdings(*state.executor, rank, moments, !state.lent.empty())) {
       const std::vector<ckpt::StatePiece> all = ckpt::pieces(one, 0, one.flat->numel, names());
@@ -87,9 +90,12 @@ struct Values::ParamState {
     };
   }
 
+  const OptimizerKind& kind() const {
+    return kind_of(state.config.optimizer.value_or(OptimizerConfig{}).type);
+  }
+
   void check_role() const {
-    const OptimizerKind& kind = kind_of(state.config.optimizer.value_or(OptimizerConfig{}).type);
-    const bool known = std::count(kind.moments.begin(), kind.moments.end(), role) > 0;
+    const bool known = std::count(kind().moments.begin(), kind().moments.end(), role) > 0;
     if (role == kParam || (known && !role.empty())) return;
     throw ConfigError(concat("[engine::state] the optimizer keeps no \"", role, "\""));
   }
@@ -98,9 +104,44 @@ struct Values::ParamState {
   void check_known() const {
     const std::string mine = found.empty() ? "0" : "1";
     const std::vector<std::string> all = state.executor->share("state of " + role, mine);
-    if (std::count(all.begin(), all.end(), "1") > 0) return;
-    throw ConfigError(concat("[engine::state] the engine keeps no \"", role, "\" of \"", name,
-                             "\": the parameter is frozen, or the optimizer keeps none"));
+    if (std::count(all.begin(), all.end(), "1") == 0) throw unknown();
+  }
+  ConfigError unknown() const {
+    return ConfigError(concat("[engine::state] the engine keeps no \"", role, "\" of \"", name,
+                              "\": the parameter is frozen, or the optimizer keeps none"));
+  }
+
+  bool is_count() const { return role == kStep && kind().counts_steps && state.lent.empty(); }
+
+  // Returns the places of the parameter in flats of this rank's stage.
+  std::vector<exec::Slot*> slots() const {
+    std::vector<exec::Slot*> own;
+    std::vector<exec::UnitState>& units = state.executor->units();
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      for (exec::Flat& flat : units[unit].flats) {
+        for (exec::Slot& slot : flat.slots) {
+          const bool named = names()(static_cast<int>(unit), slot).name == name;
+          if (named && flat.trainable) own.push_back(&slot);
+        }
+      }
+    }
+    return own;
+  }
+
+  // [all ranks] Returns the number of updates of the parameter, as a scalar in fp32.
+  at::Tensor count() const {
+    const std::vector<exec::Slot*> own = slots();
+    const std::string mine = own.empty() ? "" : std::to_string(own.front()->updates);
+    for (const std::string& one : engine::share_text(
+             "state step", mine,
+             [&](auto label, auto text) { return state.executor->share(label, text); })) {
+      if (!one.empty()) return at::full({}, std::stod(one), at::TensorOptions(at::kFloat));
+    }
+    throw unknown();
+  }
+
+  void set_count(double value) const {
+    for (exec::Slot* slot : slots()) slot->updates = static_cast<int64_t>(value);
   }
 
   // Calls action(holding, piece) for the elements that this rank holds. If `once` is set, elements
@@ -199,6 +240,9 @@ struct Values::ParamState {
       }
     }
     state.executor->traffic().settle();
+    // As in torch, the first step of SGD does not replace a momentum that was set before it.
+    if (role == kParam || kind().counts_steps) return;
+    for (exec::Slot* slot : slots()) slot->updates = std::max<int64_t>(slot->updates, 1);
   }
 
  private:
@@ -249,6 +293,7 @@ struct Values::ParamState {
 
 at::Tensor Values::state(const std::string& param, const std::string& role) {
   ParamState one(*state_, param, role);
+  if (one.is_count()) return one.count();
   one.check_known();
   return one.whole();
 }
@@ -257,9 +302,13 @@ void Values::set_state(const std::string& param, const std::string& role,
                        const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   ParamState one(*state_, param, role);
-  one.check_known();
+  if (!one.is_count()) one.check_known();
   std::string problem;
-  if (values.sizes() != at::IntArrayRef(one.shape)) {
+  if (one.is_count()) {
+    const bool whole = values.numel() == 1 && values.item<double>() >= 0 &&
+                       values.item<double>() == std::floor(values.item<double>());
+    if (!whole) problem = "[engine::set_state] \"step\" must be one whole number of at least 0";
+  } else if (values.sizes() != at::IntArrayRef(one.shape)) {
     problem = concat("[engine::set_state] \"", param, "\" has shape ", at::IntArrayRef(one.shape),
                      ", but the values have ", values.sizes());
   }
@@ -274,6 +323,7 @@ void Values::set_state(const std::string& param, const std::string& role,
                              "\" that differ from those of rank 0. Pass the same values on every "
                              "rank"));
   }
+  if (one.is_count()) return one.set_count(full.item<double>());
   one.write(static_cast<const float*>(full.const_data_ptr()));
 }
 

@@ -86,7 +86,7 @@ void Values::change_shards(const std::string& what, const std::function<void()>&
                      executor.mesh().size(Axis::kTensor) > 1 ||
                      executor.mesh().size(Axis::kPipeline) > 1;
   if (apart) problem = engine::first_problem(executor, concat("call of ", what), problem);
-  // After an error the parameters get what the method has written until then, as in torch.
+  // After an error the parameters get the values that the method has written so far, as in torch.
   state_->driver->abandon();  // frees working copies, which have the old values
   for (size_t unit = 0; unit < executor.units().size(); ++unit) {
     executor.values().publish(static_cast<int>(unit));
@@ -121,7 +121,32 @@ at::Tensor Values::gradient(const std::string& param) {
   return {};
 }
 
-// [all ranks] Returns the gradients of all parameters, or of parameter `only` if it is not empty.
+namespace {
+
+// [all ranks] Returns the names of the parameters that got a gradient on any rank in this window.
+std::set<std::string> reached(exec::Executor& executor, const tiles::TiledWeights& tiled) {
+  std::vector<std::string> mine;
+  for (size_t unit = 0; unit < executor.units().size(); ++unit) {
+    for (const exec::Flat& flat : executor.units()[unit].flats) {
+      for (const exec::Slot& slot : flat.slots) {
+        if (slot.touched) mine.push_back(tiled.whole_of(static_cast<int>(unit), slot.name).first);
+      }
+    }
+  }
+  std::set<std::string> names;
+  for (const std::string& text : engine::share_text(
+           "reached", join(mine, "\n"), [&](const std::string& label, const std::string& payload) {
+             return executor.share(label, payload);
+           })) {
+    for (std::string& name : split(text, '\n')) names.insert(std::move(name));
+  }
+  return names;
+}
+
+}  // namespace
+
+// [all ranks] Returns the gradients of all parameters that have one, or of parameter `only` if it
+// is not empty.
 std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::string& only) {
   state_->check_open("full_grads");
   state_->look_at_gradients(false);
@@ -161,6 +186,9 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
       }
     }
   }
+  // torch has no gradient of a parameter that no loss reached, and its optimizers leave it alone.
+  const std::set<std::string> names = reached(*state_->executor, *state_->tiled);
+  std::erase_if(tensors, [&](const auto& one) { return !names.contains(one.first); });
   return tensors;
 }
 
@@ -328,7 +356,7 @@ void refuse_other_values(exec::Executor& executor, const std::map<std::string, a
 
 namespace {
 
-// Checks names and shapes, including the parameters of other stages.
+// Checks names and shapes, including those of parameters on other stages.
 void check_gradients(std::vector<exec::UnitState>& units,
                      const std::map<std::string, at::Tensor>& given) {
   std::set<std::string> unknown;
@@ -412,7 +440,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
       state_->wholes->show(unit);
     }
     state_->tiled->gather(units, state_->tiers.device);
-  } catch (const RuntimeFault&) {  // for example for lack of memory: undo everything
+  } catch (const RuntimeFault&) {  // for example, too little memory: undo everything
     for (const int unit : units) {
       if (state_->driver->held(unit) == 0) state_->wholes->hide(unit);
     }
@@ -484,7 +512,7 @@ void Values::refuse_edits(const std::vector<int>& units) {
   if (rests_whole && !state_->wholes->used()) return;
   std::string mine;
   for (const int unit : units) {
-    // If this gathered() is inside another one of the unit, the outer block makes the check.
+    // If this gathered() is inside another gathered() of the unit, the outer block makes the check.
     if (!mine.empty() || state_->driver->held(unit) != 1) continue;
     mine = state_->wholes->edited(unit);
     if (mine.empty() && !rests_whole) mine = state_->border->edited(unit, true);

@@ -28,16 +28,16 @@ struct WeightsOptions {
   bool everywhere = true;  // false: the values arrive only on rank 0
 };
 
-// A view of a core, for the thread that runs the model. Methods marked [all ranks] are collective.
-// All methods except units_of(), release() and set_closed_by() throw RuntimeFault after close().
+// A view of a core, for the model's thread. Methods marked [all ranks] are collective. All methods
+// except units_of(), release() and set_closed_by() throw RuntimeFault after close().
 class PENSTOCK_API Values {
  public:
   explicit Values(Core& core) : state_(core.state_) {}
 
   // [all ranks] Returns full fp32 values by parameter name. `role` is "grad" or "param".
   std::vector<std::pair<std::string, at::Tensor>> full(const std::string& role);
-  // [all ranks] Returns full("grad") of one parameter. The result is undefined if no gradient is
-  // kept for it.
+  // [all ranks] Returns full("grad") of one parameter. Returns an undefined tensor if no gradient
+  // is kept for the parameter.
   at::Tensor gradient(const std::string& param);
   // [all ranks] Returns full values by parameter name, each tensor in its own memory. The result is
   // empty on ranks that do not want the values. Units are gathered one flat after another through
@@ -59,14 +59,16 @@ class PENSTOCK_API Values {
   // Multiplies each gradient of the following backwards by `weight` when the gradient is added to
   // the window's sum, once per parameter and backward. Default: 1.
   void set_backward_weight(double weight);
-  // Appends `text` to the errors of calls after close(): what closed the engine, and what to do.
+  // Appends `text` to the errors of calls after close(). `text` says what closed the engine, and
+  // what to do.
   void set_closed_by(const std::string& text);
 
   // [all ranks] Returns the state that is kept for one parameter between steps, in fp32 and in the
-  // parameter's shape: "param" (its master) or a moment by torch's name ("exp_avg"). Throws
-  // ConfigError if no such state is kept.
+  // parameter's shape: "param" (its master) or a moment by torch's name ("exp_avg"); or "step", a
+  // scalar: its number of updates. Throws ConfigError if no such state is kept.
   at::Tensor state(const std::string& param, const std::string& role);
-  // [all ranks] Replaces the state that state() returns by values that are equal on every rank.
+  // [all ranks] Replaces the state that state() returns with `values`, which must be equal on every
+  // rank.
   void set_state(const std::string& param, const std::string& role, const at::Tensor& values);
   // Returns the index of the first element of this rank's part of the state, and a copy of the
   // part, which may be empty.
@@ -114,8 +116,9 @@ class PENSTOCK_API Values {
 };
 
 // [all ranks] Must follow Values::release() with `write`: `loaded` has the values, in any floating
-// dtype, that were copied into parameters in the block. Masters become these values instead of the
-// rounded ones of the parameters. Only the values of the first rank of each stage count.
+// dtype, that were copied into parameters between gather() and release(). Masters take these values
+// instead of the rounded values of the parameters. Only the values of the first rank of each stage
+// count.
 PENSTOCK_API void refine_masters(Values& values,
                                  const std::vector<std::pair<std::string, at::Tensor>>& loaded);
 

@@ -55,7 +55,7 @@ class AccumulationWindow {
   // Says to which micro-batch the last backward belongs. By default, each backward is a
   // micro-batch of its own.
   void set_micro(int64_t micro);
-  // Whether the last backward that ended produced a gradient on this rank.
+  // Returns whether the last backward that ended produced a gradient on this rank.
   bool gave() const { return !gave_.empty() && gave_.back() == '1'; }
   // Returns one character per backward of a full window, ordered by micro-batch: '.' if the
   // backward has not ended, '1' if any backward of the same micro-batch produced a gradient on this

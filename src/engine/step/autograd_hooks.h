@@ -23,7 +23,8 @@ void at_end_of_backward(std::function<void()> done);
 struct GraphPlace {
   uint64_t thread = 0, number = 0;
 
-  // Whether a node here was recorded after `since`. Places of different threads have no order.
+  // Returns whether the node at this place was recorded after `since`. Places of different threads
+  // have no order.
   bool follows(const GraphPlace& since) const {
     return thread == since.thread && number >= since.number;
   }
@@ -32,12 +33,12 @@ struct GraphPlace {
 // Returns the place of the next node that this thread records.
 GraphPlace now();
 
-// Returns the place of the node whose backward runs in this thread, or the first place.
+// Returns the place of the node whose backward runs in this thread; if none runs, GraphPlace{}.
 GraphPlace in_graph();
 
-// Runs `before` with the place of its node when the backward reaches one of `outputs`. Skips
-// outputs without a gradient and outputs older than `since` (a now()): a unit may return its own
-// input.
+// When the backward reaches one of `outputs`, runs `before` with the place of that output's node.
+// Skips outputs without a gradient and outputs older than `since` (a now()): a unit may return its
+// own input.
 void before_backward_of(const std::vector<at::Tensor>& outputs, const GraphPlace& since,
                         const std::function<void(const GraphPlace&)>& before);
 
@@ -63,7 +64,7 @@ class GradientHook {
 
   at::Tensor leaf_;
   std::function<void()> taken_;
-  exec::NodePtr accumulator_;  // kept alive here: a tensor has only a weak reference
+  exec::NodePtr accumulator_;  // kept alive here: a tensor has only a weak reference to it
   uintptr_t key_ = 0;
 };
 

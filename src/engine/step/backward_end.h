@@ -1,6 +1,6 @@
 #pragma once
 // BackwardEnd: ends a backward that model code or the engine interrupted, or that reached no hook
-// of this rank. Compute thread only; autograd's thread while a backward runs.
+// of this rank. Used only by the model's thread, or by autograd's thread while a backward runs.
 #include <cstdint>
 #include <memory>
 
@@ -9,7 +9,8 @@
 namespace penstock {
 
 struct Core::State::BackwardEnd {
-  // Autograd keeps it while a backward runs, and frees it at the end or when the backward raises.
+  // Autograd keeps a guard while a backward runs, and frees it at the end or when the backward
+  // raises.
   struct BackwardGuard {
     std::weak_ptr<State> state;
     std::shared_ptr<void> running;  // keeps other threads out
@@ -21,10 +22,11 @@ struct Core::State::BackwardEnd {
 
   // Must run before a call that changes the window. If model code raised in the last backward, that
   // backward ends here: as in torch, the gradients that it gave stay, and it counts. If the engine
-  // raised, some sums are incomplete. If `drops` is set and the window has no other backward, this
-  // call drops the window. Otherwise it throws RuntimeFault until zero_grad() is called.
+  // raised, some sums are incomplete: if `drops` is set and the window has no other backward, this
+  // call drops the window; otherwise it throws RuntimeFault until zero_grad() is called.
   void after_error(const char* call, bool drops);
-  // Counts the last backward if it reached no hook of this rank. Returns whether it counted it.
+  // Counts the last backward if it reached no hook of this rank. Returns whether that backward was
+  // counted.
   bool unseen();
   // Ends a backward of a pipeline stage, even if it reached no trainable parameter of this rank.
   void of_stage(int64_t micro);

@@ -54,7 +54,7 @@ void CallingThread::enter(const std::string& call) {
   begin_call(call, [&] {
     if (thread_ != this_thread()) calls_.clear();
     thread_ = this_thread();
-    // An interrupt may have skipped the leave() of a call; the same call does not nest.
+    // A call never nests in itself. If it is still listed, an interrupt has skipped its leave().
     if (calls_.empty() || calls_.back() != call) calls_.push_back(call);
   });
 }

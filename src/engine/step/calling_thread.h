@@ -1,6 +1,7 @@
 #pragma once
 // CallingThread: which thread is in a call of the engine. An engine has one state, so a forward, a
-// backward or a step refuses to begin while another thread is in one. Any thread may call it.
+// backward or a step refuses to begin while another thread is in such a call. Usable from any
+// thread.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,7 +15,7 @@ namespace penstock::engine {
 class CallingThread {
  public:
   // Returns the name of a thread by the number that the operating system gave it; "" for a thread
-  // that is not the caller's own (a thread of autograd).
+  // that no caller started (a thread of autograd).
   using Name = std::function<std::string(int64_t)>;
 
   void name_by(Name name) { name_ = std::move(name); }
@@ -23,7 +24,7 @@ class CallingThread {
   // is in a call.
   void enter(const std::string& call);
   void leave();
-  // Calls enter(). The returned object calls leave() at the end of its life.
+  // Calls enter(). The returned object calls leave() when it is destroyed.
   [[nodiscard]] std::shared_ptr<void> within(const std::string& call);
   // Returns, once, whether this thread's last call was refused.
   bool take_refused();

@@ -206,9 +206,9 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   adoption.claim(config, model, external_optimizer);
   adoption.take(blueprint.split.tree, config, tiled->all());
   tiled->let_wholes_go();
-  order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
-                                                     return tiled->is_tile(unit);
-                                                   }});
+  order.emplace(
+      model, engine::OrderLearner::Scope{unit_events, moves_params, model_ranks.stages.has_value(),
+                                         [this](int unit) { return tiled->is_tile(unit); }});
   // Each stage of this rank runs one backward per micro-batch.
   window.emplace(config.batch.accumulate * config.parallel.virtual_stages,
                  loss_scale.needs_scaling(), unit_events, config.parallel.virtual_stages);

@@ -37,7 +37,7 @@ void check_frozen(const std::vector<exec::UnitState>& units) {
   }
 }
 
-// Checks before a step that cut modules were called and that no gathered() block is open. The
+// Before a step, checks that the cut modules were called and that no gathered() block is open. The
 // tensors of an open block would keep the old values.
 void check_model(const engine::Driver& driver, const exec::Executor& executor,
                  const engine::WholeParams& wholes, const engine::ModelRanks& model_ranks) {
@@ -78,7 +78,7 @@ void refuse_edit(const engine::Driver& driver, engine::OutsideEdits& border, int
   engine::OutsideEdits::refuse_edit(border.edited(unit, false), where);
 }
 
-// Inside gathered(), a forward of units that are held runs no collective.
+// Inside gathered(), a forward whose units are all held runs no collective.
 bool holds_all(const engine::Driver& driver, const exec::Executor& executor) {
   for (size_t unit = 0; unit < executor.units().size(); ++unit) {
     const bool empty = executor.units()[unit].flats.empty();
@@ -278,6 +278,11 @@ void Core::State::start_backward(bool in_autograd) {
     take_turn(group->board(), "backward",
               engine::at_this_point("began a backward", *window, steps));
   }
+  if (order->begin_backward()) {
+    driver->finish();
+    model = order->assumed();
+    make_plans();
+  }
   driver->begin(section);
   for (size_t unit = 0; unit < waiting.size(); ++unit) {
     waiting[unit] = 0;
@@ -293,7 +298,6 @@ void Core::State::start_backward(bool in_autograd) {
   frozen_open.clear();
   entered.assign(entered.size(), {});
   executor->gradients().begin_backward();
-  order->begin_backward();
   if (in_autograd) {
     guard->begun = true;
     engine::at_end_of_backward([guard] {
@@ -497,7 +501,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
     driver->finish();
-    // The user may read resting parameters right after step() if they are the ones that compute.
+    // If forwards compute with the resting parameters, the user may read them right after step().
     if (!config.offload.late_update || executor->table().rests_whole()) {
       executor->updates().finish();
     }

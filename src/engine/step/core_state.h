@@ -1,9 +1,9 @@
 #pragma once
 // Core::State: the state of an engine and its reactions to the events of eager code
-// (core_state.cpp). core_setup.cpp builds it from a model, restore_model.cpp gives the model back
-// at close(). The public calls are in core.cpp, model/values.cpp, model/param_state.cpp,
-// model/checkpoints.cpp, watch/report.cpp and watch/metrics.cpp. Compute thread only; autograd's
-// thread while a backward runs.
+// (core_state.cpp). core_setup.cpp builds it from a model, and restore_model.cpp gives the model
+// back at close(). The public calls are in core.cpp, model/values.cpp, model/param_state.cpp,
+// model/checkpoints.cpp, watch/report.cpp and watch/metrics.cpp. Used only by the model's thread,
+// or by autograd's thread while a backward runs.
 #include <exception>
 #include <map>
 #include <memory>
@@ -60,7 +60,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
 
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
             const std::string& options);
-  // Handles user changes of `.grad` since the last call. `adds`: a backward begins.
+  // Handles changes that users made to `.grad` since the last call. `adds`: a backward begins.
   void look_at_gradients(bool adds);
   // Drops the window and its accumulated gradients, including those of a backward that raised.
   void drop_gradients();
@@ -86,7 +86,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::vector<engine::GradientHook> hooks;
   engine::ModelRanks model_ranks;
   std::optional<engine::WholeParams> wholes;
-  bool moves_params = false;  // parameters do not rest where they compute
+  bool moves_params = false;  // parameters are sometimes not ready for computing
   bool unit_events = false;   // begin and end of a unit move some of its state
 
   int64_t steps = 0;
@@ -102,7 +102,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   double backward_weight = 1.0;  // see Values::set_backward_weight()
   std::vector<int> frozen_open;  // units whose frozen weights the backward may still read
   engine::LentShards lent;       // shards of masters that a user's optimizer holds
-  std::vector<at::Tensor> lent_gradients;  // their gradients, only during its step
+  std::vector<at::Tensor> lent_gradients;  // their gradients, only during that optimizer's step
   std::exception_ptr fault;  // thrown by a hook: autograd keeps its text but not its class
   enum class Raised : uint8_t { kNone, kByModel, kByEngine };
   Raised raised = Raised::kNone;  // what ended the last backward early
@@ -115,7 +115,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::string closed_by;  // see Values::set_closed_by()
   std::optional<engine::Monitor> monitor;
   int save_wanted = 0, save_agreed = 0;       // urgency asked by this rank; agreed by all ranks
-  std::string unloaded;                       // error text after a load that did not end
+  std::string unloaded;                       // error text after a load that did not finish
   std::string save_failure;                   // of a background save, until it is reported
   int64_t bytes_read = 0, bytes_written = 0;  // by the last load and by the last save
   std::optional<tiles::TiledWeights> tiled;

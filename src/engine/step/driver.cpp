@@ -139,13 +139,14 @@ void Driver::enter(Op op, int unit) {
     return;
   }
   const size_t at = running_ ? find(op, unit, false) : kNotFound;
-  if (at == kNotFound) {
-    ++off_plan_;
-    unforeseen_[unit] = true;
-  } else {
+  if (at != kNotFound) {
     pass(at);
     if ((*steps_)[at].step.mark == Mark::kBegin) run_moves();
-    if (!executor_.params().whole(unit)) ++off_plan_;
+  }
+  // If the unit is whole, a line that this rank has passed gathered it, and one ahead drops it.
+  if (!executor_.params().whole(unit)) {
+    ++off_plan_;
+    unforeseen_[unit] = at == kNotFound;
   }
   executor_.params().require(unit);
 }
@@ -303,7 +304,7 @@ void Driver::finish() {
 
 std::vector<bool> Driver::late() const {
   std::vector<bool> late;
-  for (size_t unit = 0; unit < late_.size(); ++unit) {  // the gradient may have been dropped
+  for (size_t unit = 0; unit < late_.size(); ++unit) {  // leaves out gradients that were dropped
     late.push_back(late_[unit] && executor_.gradients().late(static_cast<int>(unit)));
   }
   return late;

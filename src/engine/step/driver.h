@@ -1,14 +1,14 @@
 #pragma once
-// Driver: matches the events of eager code with the lines of the plan. Compute thread only
-// (autograd's thread while a backward runs).
+// Driver: matches the events of eager code with the lines of the plan. Used only by the model's
+// thread (by autograd's thread while a backward runs).
 //
 // [Note: Driving a plan] An event names a compute line, and the driver runs the section's lines up
 // to it. This includes lines of units that this rank skips, so ranks that take different branches
 // still issue the same collectives in the same order. Gradient moves wait in a queue, in plan
 // order, until the unit's gradients are complete. The remaining lines run when the section ends. An
 // event that the plan does not foresee is served on demand (require, release): this is correct, but
-// the moves do not start early. If only some ranks do so, their collectives do not match, and the
-// timeout error names both collectives.
+// the moves do not start early. If only some ranks have such an event, their collectives do not
+// match, and the timeout error names both collectives.
 #include <array>
 #include <deque>
 #include <map>
@@ -54,7 +54,7 @@ class Driver {
   // Drops the section and frees gathered parameters after an error in user code.
   void abandon();
 
-  // Returns whether a section has begun whose collectives have not all begun.
+  // Returns whether the section in progress has collectives that have not begun.
   bool owes() const;
   // Returns the section that has begun and not ended, if there is one.
   std::optional<Section> section() const {

@@ -14,7 +14,7 @@ class LossScale {
   bool active() const { return active_; }
   bool dynamic() const { return active_ && config_.window > 0; }
   double value() const { return value_; }
-  // Whether a backward from an unscaled loss gives wrong gradients.
+  // Returns whether a backward from an unscaled loss gives wrong gradients.
   bool needs_scaling() const { return active_ && (config_.window > 0 || value_ != 1.0); }
   int64_t good_steps() const { return good_steps_; }
   int64_t tolerated() const { return tolerated_; }
@@ -34,8 +34,8 @@ class LossScale {
     tolerated_ = 0;
     value_ *= 2.0;
   }
-  // Counts the overflow, and halves the scale unless it is tolerated. Returns false if the scale is
-  // already at its minimum or is not dynamic.
+  // Counts the overflow, and halves the scale unless the overflow is tolerated. Returns false if
+  // the scale is already at its minimum or is not dynamic.
   bool overflow() {
     if (!dynamic()) return false;
     good_steps_ = 0;

@@ -8,16 +8,41 @@
 
 namespace penstock::engine {
 
+namespace {
+
+// Returns the visits with an end of each whole unit before the end of the root.
+std::vector<Visit> whole_until_the_end(std::vector<Visit> visits) {
+  std::vector<Visit> ends;
+  for (Visit& visit : visits) {
+    if (visit.mark != Mark::kWhole) continue;
+    visit.mark = Mark::kBegin;
+    ends.push_back({visit.unit, Mark::kEnd, visit.stage});
+  }
+  const bool root_ends = !visits.empty() && visits.back().mark == Mark::kEnd;
+  visits.insert(root_ends ? visits.end() - 1 : visits.end(), ends.begin(), ends.end());
+  return visits;
+}
+
+}  // namespace
+
 OrderLearner::OrderLearner(ModelDesc assumed, Scope scope)
     : assumed_(std::move(assumed)), scope_(std::move(scope)) {}
 
 void OrderLearner::begin_forward(bool trains) {
   in_forward_ = trains && !done_;
-  if (trains) forward_.clear();
+  if (!trains) return;
+  ++forwards_;
+  forward_.clear();
 }
 
-void OrderLearner::begin_backward() {
+bool OrderLearner::begin_backward() {
   if (!done_) backward_.clear();
+  const bool follows_several = std::exchange(forwards_, 0) > 1;
+  if (!follows_several || stays_whole_ || saw_the_same_) return false;
+  if (!scope_.moves_params || scope_.interleaves) return false;
+  stays_whole_ = true;
+  assumed_.backward = whole_until_the_end(std::move(assumed_.backward));
+  return true;
 }
 
 void OrderLearner::begin(Op pass, int unit) {
@@ -46,16 +71,31 @@ bool OrderLearner::enters_again(int unit) const {
   return scope_.moves_params && in_forward_ && forward_.has(unit);
 }
 
-// Returns the recorded visits, and whole visits of units that did not run. It leaves out units that
-// are not in the assumed order, because other stages have them.
+// Returns the recorded visits, and whole visits of units that did not run. Each of these follows
+// the unit before it in the assumed order, so that a rank that runs it later finds it in its place.
 std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
                                         const std::vector<Visit>& assumed) const {
   std::vector<Visit> visits = record.visits(static_cast<int>(assumed_.units.size()));
-  std::erase_if(visits, [&](const Visit& visit) {
-    return !record.has(visit.unit) &&
-           std::none_of(assumed.begin(), assumed.end(),
-                        [&](const Visit& one) { return one.unit == visit.unit; });
-  });
+  std::erase_if(visits, [&](const Visit& visit) { return !record.has(visit.unit); });
+  const auto of = [](int unit) { return [unit](const Visit& one) { return one.unit == unit; }; };
+  const Visit* before = nullptr;
+  for (const Visit& visit : assumed) {
+    if (visit.unit != 0 && std::none_of(visits.begin(), visits.end(), of(visit.unit))) {
+      auto place = visits.begin();
+      if (before != nullptr && before->mark == Mark::kBegin) {
+        place = std::find_if(visits.begin(), visits.end(), of(before->unit));
+        if (place != visits.end()) ++place;
+      } else if (before != nullptr) {
+        place = std::find_if(visits.rbegin(), visits.rend(), of(before->unit)).base();
+      }
+      visits.insert(place, {visit.unit, Mark::kWhole});
+    }
+    before = &visit;
+  }
+  if (std::none_of(visits.begin(), visits.end(), of(0)) &&
+      std::any_of(assumed.begin(), assumed.end(), of(0))) {
+    visits.push_back({0, Mark::kWhole});
+  }
   return visits;
 }
 
@@ -99,7 +139,8 @@ ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
   seen.backward = seen_backward();
   const std::string mine = visits_text(seen.forward) + "\n" + visits_text(seen.backward);
   const std::string difference = first_difference(share("order of step one", mine));
-  if (difference.empty()) return seen;
+  saw_the_same_ = difference.empty();
+  if (saw_the_same_) return seen;
   // Ranks may skip different units, so the assumed order is kept. If parameters move, the assumed
   // order must have fit on every rank. If only gradients move, any common order is right.
   bool served = true;

@@ -19,6 +19,7 @@ class OrderLearner {
     // Units have events in forward. If not, only gradients show the order.
     bool units_are_entered = false;
     bool moves_params = false;  // if so, all ranks must run units in the same order
+    bool interleaves = false;   // a backward may follow forwards of other micro-batches (pipelines)
     std::function<bool(int unit)> is_tile;
   };
   // A collective that returns every rank's text, in rank order.
@@ -29,14 +30,22 @@ class OrderLearner {
   OrderLearner(ModelDesc assumed, Scope scope);
 
   // Forgets the order, which is then learned again.
-  void restart(const ModelDesc& assumed) { *this = OrderLearner(assumed, scope_); }
+  void restart(const ModelDesc& assumed) {
+    const int forwards = forwards_;
+    *this = OrderLearner(assumed, scope_);
+    forwards_ = forwards;
+  }
   bool done() const { return done_; }  // agree() was called, so nothing more is recorded
 
   // Begins a forward. A new training forward replaces the recorded one, so the last one before the
   // backward counts.
   void begin_forward(bool trains);
   void end_forward() { in_forward_ = false; }
-  void begin_backward();
+  // Begins a backward. Returns whether assumed() has changed. A backward that follows several
+  // forwards may return to units, and each rank may return to other units. So the assumed backward
+  // then keeps all units whole to its end, unless the ranks agreed on an order that they saw.
+  bool begin_backward();
+  const ModelDesc& assumed() const { return assumed_; }
 
   // A unit begins or ends in pass kForward or kBackward.
   void begin(Op pass, int unit);
@@ -54,7 +63,7 @@ class OrderLearner {
   // [all ranks] If every rank saw the same order, returns the model in that order. Otherwise
   // returns it in the assumed order. `off_plan`: number of events of this rank that the assumed
   // order did not foresee. If the ranks saw different orders, parameters move, and the assumed
-  // order does not fit every rank, it throws RuntimeFault with the first difference.
+  // order does not fit every rank, agree() throws RuntimeFault with the first difference.
   ModelDesc agree(int64_t off_plan, const ShareText& share);
 
  private:
@@ -69,8 +78,11 @@ class OrderLearner {
   Scope scope_;
   OrderRecord forward_, backward_;
   std::vector<int> spanning_;
-  bool in_forward_ = false;  // a forward is being recorded
+  int forwards_ = 0;          // training forwards since the last backward
+  bool in_forward_ = false;   // a forward is being recorded
+  bool stays_whole_ = false;  // the assumed backward returns to units
   bool done_ = false;
+  bool saw_the_same_ = false;  // agree() returned an order that every rank saw
 };
 
 }  // namespace penstock::engine

@@ -19,7 +19,7 @@ ModelDesc chain(int num_units) {
 }
 
 OrderLearner::Scope moving(int tile = -1) {
-  return {true, true, [tile](int unit) { return unit == tile; }};
+  return {true, true, false, [tile](int unit) { return unit == tile; }};
 }
 
 // One pass in which the root encloses `units`.
@@ -46,6 +46,38 @@ OrderLearner::ShareText beside(const std::string& order, const std::string& off_
   };
 }
 
+TEST(OrderLearner, UnitsStayWholeInABackwardThatFollowsSeveralForwards) {
+  const std::string once = visits_text(chain(3).backward);
+  const std::string whole = "u0 begin\nu2 begin\nu1 begin\nu2 end\nu1 end\nu0 end";
+  OrderLearner learner(chain(3), moving());
+  run(learner, kForward, {1, 2});
+  EXPECT_FALSE(learner.begin_backward());
+  EXPECT_EQ(visits_text(learner.assumed().backward), once);
+  run(learner, kForward, {1, 2});
+  run(learner, kForward, {2});
+  EXPECT_TRUE(learner.begin_backward());
+  EXPECT_EQ(visits_text(learner.assumed().backward), whole);
+  // The other rank skips another unit, so the assumed order stays.
+  const ModelDesc model = learner.agree(0, beside("other", "0"));
+  EXPECT_EQ(visits_text(model.backward), whole);
+}
+
+TEST(OrderLearner, ADisagreementIsNoticedInALaterBackwardThatFollowsSeveralForwards) {
+  for (const bool differ : {false, true}) {
+    OrderLearner learner(chain(3), moving());
+    run(learner, kForward, {1, 2});
+    run(learner, kBackward, {2, 1});
+    if (differ) {
+      learner.agree(0, beside("other", "0"));
+    } else {
+      learner.agree(0, alone);
+    }
+    run(learner, kForward, {1, 2});
+    run(learner, kForward, {1, 2});
+    EXPECT_EQ(learner.begin_backward(), differ);
+  }
+}
+
 TEST(OrderLearner, TheLastTrainingForwardBeforeTheBackwardCounts) {
   OrderLearner learner(chain(4), moving());
   run(learner, kForward, {1, 2, 3});
@@ -61,7 +93,7 @@ TEST(OrderLearner, TheLastTrainingForwardBeforeTheBackwardCounts) {
 }
 
 TEST(OrderLearner, WithoutEventsInForwardItsOrderStaysAssumed) {
-  OrderLearner learner(chain(3), {false, false, [](int) { return false; }});
+  OrderLearner learner(chain(3), {false, false, false, [](int) { return false; }});
   run(learner, kForward, {2, 1});
   learner.begin_backward();
   for (const int unit : {1, 2, 0}) learner.end(kBackward, unit);
@@ -96,7 +128,7 @@ TEST(OrderLearner, ATableThatNoGradientReachedStillNeedsNoParameters) {
 }
 
 TEST(OrderLearner, TellsWhatAForwardEntersAgain) {
-  OrderLearner learner(chain(3), moving()), still(chain(3), {true, false, {}});
+  OrderLearner learner(chain(3), moving()), still(chain(3), {true, false, false, {}});
   for (OrderLearner* one : {&learner, &still}) {
     one->begin_forward(true);
     EXPECT_FALSE(one->enters_again(1));
@@ -127,7 +159,7 @@ TEST(OrderLearner, ATileThatIsNotUsedInForwardIsNotBroughtThere) {
 }
 
 TEST(OrderLearner, WhereRanksDifferTheAssumedOrderStaysIfItServedThemAll) {
-  const OrderLearner::Scope still = {true, false, [](int) { return false; }};
+  const OrderLearner::Scope still = {true, false, false, [](int) { return false; }};
   const struct {
     OrderLearner::Scope scope;
     const char* off_plan;  // on the other rank

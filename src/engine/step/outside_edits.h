@@ -15,8 +15,9 @@
 //
 // [Note: Hollow gradients] The gradients are in the engine's copies, under the table's placements.
 // Between a backward and its step, `.grad` of a parameter with a gradient is a tensor of the same
-// shape without memory. So `.grad is None` means the same as in torch. Reading its values raises an
-// error that names the engine's calls for gradients. Setting it to None drops the gradient.
+// shape without memory. So `.grad is None` means the same as in torch. Reading this tensor's values
+// raises an error that names the engine's calls for gradients. Setting `.grad` to None drops the
+// gradient.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -27,7 +28,8 @@
 
 namespace penstock::engine {
 
-// Compute thread only (autograd's while a backward runs). The executor must outlive this object.
+// Used only by the model's thread (by autograd's thread while a backward runs). The executor must
+// outlive this object.
 class OutsideEdits {
  public:
   // The parameters must have their windows already.
@@ -81,7 +83,7 @@ class OutsideEdits {
 
   exec::Executor& executor_;
   std::vector<Param> params_;
-  std::vector<int> looks_;  // by unit: calls of edited() that may skip the comparison
+  std::vector<int> looks_;  // by unit: number of edited() calls that could skip the comparison
 };
 
 }  // namespace penstock::engine

@@ -9,8 +9,9 @@ namespace penstock::engine {
 // [Note: Outside reads] A model may read a parameter outside the module that owns it. In the first
 // forward the engine checks the arguments of every op, by a fallback on a dispatch key that torch
 // itself does not use (about 0.1 us per op). If an op is about to read a freed parameter, the
-// engine gathers its unit first. From then on the unit is whole for the entire pass. Later passes
-// run without the fallback, so reading a freed parameter raises the guard's error.
+// engine gathers the parameter's unit first. From then on, the unit is kept whole for entire
+// passes. Later passes run without the fallback, so reading a freed parameter raises an error
+// (Slot::guard).
 class OutsideReads {
  public:
   // `found` gathers the unit of a freed parameter. Keys: the storages of the parameters.

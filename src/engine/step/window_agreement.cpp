@@ -89,7 +89,7 @@ void go_on(exec::Executor& executor, const AccumulationWindow& window, const Dri
            exec::Norm::Next next, const std::function<void()>& drop) {
   const Mesh& mesh = executor.mesh();
   if (mesh.world() == 1 || mesh.size(Axis::kPipeline) > 1 || !window.complete()) return;
-  // As long as the text that is sent with the norm.
+  // Padded to the length of the text that is sent with the norm.
   const std::string said = say_window(window, driver) + std::string(kSaidBesides, '\0');
   try {
     exec::Norm::compare(

@@ -30,8 +30,8 @@ std::string options_text(const std::vector<OptimizerConfig>& groups, const std::
 // ranks must then exchange their texts again. Throws RuntimeFault if ranks ended different numbers
 // of backwards or have different options.
 bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver);
-// Removes the digit at the end of each rank's text, which is the save urgency that the rank wants.
-// Raises `agreed` to the highest digit and clears `wanted`.
+// Removes the last digit of each rank's text: the save urgency that the rank wants. Raises `agreed`
+// to the highest digit and clears `wanted`.
 void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed);
 // [all ranks] Returns one character per rank: '1' if `mine` is true on that rank, else '0'.
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
@@ -40,9 +40,9 @@ std::string say_each(exec::Executor& executor, const std::string& label, bool mi
 std::string first_problem(exec::Executor& executor, const std::string& label,
                           const std::string& mine);
 // [all ranks] Must be called before a forward or backward that runs collectives. If the window has
-// its last backward already, ranks may be in step(), and would wait until a timeout. So the ranks
-// make the exchange of the norm, in which all of them then throw a RuntimeFault at once, after
-// `drop`. Does nothing in a pipeline, whose schedule decides what follows a backward.
+// its last backward already, other ranks may be in step(), and would wait until a timeout. So the
+// ranks make the exchange of the norm, in which all of them then call `drop` and throw a
+// RuntimeFault at once. Does nothing in a pipeline, whose schedule decides what follows a backward.
 void go_on(exec::Executor& executor, const AccumulationWindow& window, const Driver& driver,
            exec::Norm::Next next, const std::function<void()>& drop);
 // Returns "DID in step 3 after 1 of 4 backwards", for take_turn(). `steps`: updates so far.
