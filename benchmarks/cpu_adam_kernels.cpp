@@ -1,10 +1,10 @@
 // The C functions that cpu_adam.py measures: our Adam pass, and an in-place loop over three fp32
-// arrays as the physical limit. Compiled once per instruction set (foreach_target.h).
+// arrays as the physical limit. foreach_target.h compiles this file once per instruction set.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "benchmarks/cpu_adam_kernels.cpp"
 #include <hwy/foreach_target.h>
 
-// After foreach_target.h.
+// Must come after foreach_target.h.
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
@@ -21,8 +21,9 @@ namespace penstock::bench::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-// x = x * a + b in place over three arrays: reads and writes 24 bytes per index. `chunk` values of
-// each array in turn, and a whole number of them. No prefetching: the hardware's was the fastest.
+// Computes x = x * a + b in place for three arrays, which reads and writes 24 bytes per index.
+// Takes `chunk` values of each array in turn; the range must have a whole number of chunks. There
+// is no software prefetch, because the hardware's was the fastest.
 template <bool kStream>
 HWY_NOINLINE void stream_loop(float* const (&arrays)[3], int64_t begin, int64_t end,
                               int64_t chunk) {
@@ -45,7 +46,8 @@ HWY_NOINLINE void stream_loop(float* const (&arrays)[3], int64_t begin, int64_t 
   if constexpr (kStream) hwy::FlushStream();
 }
 
-// kind: 0 a vector of each array in turn, 1 the same with non-temporal stores, 2 a KiB of each.
+// `kind`: 0: one vector of each array in turn; 1: the same with non-temporal stores; 2: 1 KiB of
+// each.
 void loop_part(float* x, float* y, float* z, int64_t begin, int64_t end, int kind) {
   const auto lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>()));
   float* const arrays[3] = {x, y, z};
@@ -64,7 +66,7 @@ namespace penstock::bench {
 
 HWY_EXPORT(loop_part);
 
-// Memory as the engine has it, until the process ends.
+// Takes memory from an arena, as the engine does. The memory is freed when the process ends.
 extern "C" PENSTOCK_API void* penstock_bench_take(int64_t bytes) {
   static mem::Pool pool;
   static mem::Arena arena{pool};
@@ -73,7 +75,7 @@ extern "C" PENSTOCK_API void* penstock_bench_take(int64_t bytes) {
   return leases.back().data().host();
 }
 
-// Arrays aligned to 64 bytes.
+// The arrays must be aligned to 64 bytes.
 extern "C" PENSTOCK_API void penstock_bench_loop(float* x, float* y, float* z, int64_t numel,
                                                  int kind) {
   device::host::for_each_part(numel, [&](int64_t begin, int64_t end) {

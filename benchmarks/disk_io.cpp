@@ -1,5 +1,4 @@
-// The C functions that disk.py measures: the disk tier as the engine uses it, but for what is on
-// it.
+// The C functions that disk.py measures: the disk tier as the engine uses it, with random values.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -18,7 +17,7 @@ namespace penstock::bench {
 
 namespace {
 
-constexpr int kWindows = 4;  // under way, each of half the depth
+constexpr int kWindows = 4;  // windows in flight, each with half of the depth
 
 struct Bench {
   int64_t bytes = 0, request_bytes = 0;
@@ -27,13 +26,13 @@ struct Bench {
   mem::Pool pool;
   mem::Arena arena{pool};
   std::deque<mem::Lease> windows;
-  std::optional<mem::Disk> disk;  // last: it ends before the memory does
+  std::optional<mem::Disk> disk;  // last member, so that the disk ends before the memory
 };
 
 }  // namespace
 
-// A disk with one extent of `bytes`, a multiple of 2 x depth x request_bytes. Throws what mem
-// throws.
+// Opens a disk with one extent of `bytes`, a multiple of 2 x depth x request_bytes. Throws the
+// errors of mem::Disk.
 extern "C" PENSTOCK_API Bench* penstock_bench_disk_open(const char* folder, int64_t bytes,
                                                         int64_t request_bytes, int depth) {
   auto bench = std::make_unique<Bench>();
@@ -62,8 +61,8 @@ extern "C" PENSTOCK_API const char* penstock_bench_disk_text(const Bench* bench)
   return bench->text.c_str();
 }
 
-// Moves as many bytes as the extent has, in order, so that the ring is full until the end. `mode`:
-// 'r' read, 'w' write, 'm' both in turn. Returns seconds.
+// Moves the whole extent in order and keeps the ring full until the end. `mode`: 'r': reads; 'w':
+// writes; 'm': both in turn. Returns seconds.
 extern "C" PENSTOCK_API double penstock_bench_disk_run(Bench* bench, char mode) {
   mem::Disk& disk = *bench->disk;
   const int64_t window = bench->depth / 2 * bench->request_bytes;

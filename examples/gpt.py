@@ -1,4 +1,4 @@
-"""A plain GPT over bytes. Ordinary torch: nothing in it knows how it is trained."""
+"""A plain GPT over bytes, in ordinary torch. Nothing in it depends on how it is trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """Sizes. The defaults hold 10.8 million parameters."""
+    """Sizes of the model. The defaults give 10.8 million parameters."""
 
     layers: int = 6
     width: int = 384
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a four times wider MLP, each behind a LayerNorm and added to its input."""
+    """Attention and an MLP four times as wide, each after a LayerNorm and added to its input."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, scores of the next byte out (Radford et al. 2019, "Language Models are ...")."""
+    """Maps bytes to scores of the next byte (Radford et al. 2019, "Language Models are ...")."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -82,8 +82,8 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens [batch, length] int64 -> scores [batch, length, vocab], or with targets of the
-        same shape the mean cross-entropy in nats per byte (fp32 scalar)."""
+        """Returns scores [batch, length, vocab] for tokens [batch, length] int64; with targets of
+        the same shape, the mean cross-entropy in nats per byte (fp32 scalar)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:

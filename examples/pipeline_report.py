@@ -1,7 +1,7 @@
-"""What ranks that compute one model together show of themselves, as text: stages, order, memory.
+"""Describes, as text, ranks that compute one model together: their stages, order and memory.
 
-An engine tells its user nothing of when its stages compute, so this looks from outside, through
-names that begin with an underscore and may change.
+An engine does not report when its stages compute, so this module reads the engine's private
+attributes, which may change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEMORY = {"param": "parameters", "grad": "gradients", "optim": "optimizer", "tot
 
 
 def gather(mine: Any) -> list[Any]:
-    """What every rank has, by rank. All ranks call it."""
+    """Returns every rank's value, by rank. All ranks call it."""
     if not dist.is_initialized():
         return [mine]
     everyone = [None] * dist.get_world_size()
@@ -38,17 +38,17 @@ def gather(mine: Any) -> list[Any]:
 
 
 def sizes_of(model: nn.Module) -> dict[str, int]:
-    """Numbers in each parameter: of the whole ones before `initialize`, of parts after it."""
+    """Returns each parameter's numel: of the whole before `initialize`, of the part after it."""
     return {name: param.numel() for name, param in model.named_parameters()}
 
 
 def stage_pieces(engine: penstock.Engine) -> list[tuple[str, int]]:
-    """Modules and their stages, in order; one stage has the model itself, which is ""."""
+    """Returns modules and their stages, in order; without a pipeline, the model itself ("")."""
     return engine._pipeline.ranks.pieces if engine._pipeline.active else [("", 0)]
 
 
 def shorter(names: list[str]) -> str:
-    """blocks.0, blocks.1, head -> blocks.0-1, head"""
+    """Shortens runs of names: blocks.0, blocks.1, head -> blocks.0-1, head"""
 
     def run_of(numbered: tuple[int, str]) -> tuple[str, int]:
         index, name = numbered
@@ -64,7 +64,7 @@ def shorter(names: list[str]) -> str:
 
 
 def stage_table(engine: penstock.Engine, whole: dict[str, int]) -> str:
-    """Modules and parameters of each stage, whole and as one tensor rank has them."""
+    """Returns a table of each stage: modules, number of parameters, and those of a tensor rank."""
     part = sizes_of(engine.module)
     pieces = stage_pieces(engine)
     num_stages, mesh = 1 + max(stage for _, stage in pieces), engine.config.mesh
@@ -101,18 +101,18 @@ def stage_table(engine: penstock.Engine, whole: dict[str, int]) -> str:
 
 @dataclasses.dataclass
 class Done:
-    """A forward or backward of a stage; seconds of a clock that a machine's processes share."""
+    """A forward or backward of a stage, in seconds of a clock that all local processes share."""
 
     stage: int
     forward: bool
     micro: int
     begin: float
     end: float = 0.0
-    waited: float = 0.0  # for the message it begins with
+    waited: float = 0.0  # for the message with which it begins
 
 
 class Clock:
-    """In place of what an engine asks for its order and messages: notes when each was there.
+    """Replaces the object that gives an engine its actions and messages; records their times.
 
     Attributes:
         windows: what this rank has done in its last calls of train_batch().
@@ -149,7 +149,7 @@ class Clock:
 
 
 def before(one: Done, num_stages: int) -> tuple[int, bool, int] | None:
-    """What it waits for: (stage, forward, micro-batch)."""
+    """Returns the action that `one` waits for: (stage, forward, micro-batch)."""
     if one.forward:
         return (one.stage - 1, True, one.micro) if one.stage > 0 else None
     if one.stage == num_stages - 1:
@@ -158,7 +158,7 @@ def before(one: Done, num_stages: int) -> tuple[int, bool, int] | None:
 
 
 def in_slots(rows: list[list[Done]]) -> list[list[Done | None]]:
-    """The orders of the pipeline's ranks where everything takes one slot of time; None is idle."""
+    """Returns each rank's actions by slot, if every action takes one slot of time; None is idle."""
     num_stages = 1 + max(one.stage for row in rows for one in row)
     left = [list(row) for row in rows]
     ended: set[tuple[int, bool, int] | None] = {None}
@@ -179,8 +179,8 @@ def idle_share(slots: list[list[Done | None]]) -> float:
 
 
 def schedule_picture(slots: list[list[Done | None]]) -> str:
-    """A row a pipeline rank, a column a slot: F0 is the forward of micro-batch 0, B0 its backward;
-    where ranks have several stages, 2F0 is that of stage 2."""
+    """Returns a row for each pipeline rank, with a column for each slot. F0 is the forward of
+    micro-batch 0, B0 its backward; if ranks have several stages, 2F0 is the forward of stage 2."""
     several = 1 + max(one.stage for row in slots for one in row if one) > len(slots)
 
     def cell(one: Done | None) -> str:
@@ -196,8 +196,8 @@ def schedule_picture(slots: list[list[Done | None]]) -> str:
 
 
 def measured_picture(rows: list[list[Done]]) -> str:
-    """A row a pipeline rank, columns of equal time: the digit of a micro-batch in its forward, its
-    letter (a is 0) in its backward, a dot where the rank waits."""
+    """Returns a row for each pipeline rank, in columns of equal time: a micro-batch's digit in its
+    forward, its letter (a is 0) in its backward, and a dot while the rank waits."""
     begin = min(one.begin for row in rows for one in row)
     end = max(one.end for row in rows for one in row)
     texts = []
@@ -215,9 +215,11 @@ def measured_picture(rows: list[list[Done]]) -> str:
 
 
 def idle_measured(windows: list[list[list[Done]]]) -> float:
-    """Share of all ranks' time, from the first begin to the last end of a window, in which they
-    were not in a forward or backward or waited for a message in it; the mean over `windows`, each
-    of rows by rank."""
+    """Returns the idle share of all ranks' time from the first begin to the last end of a window.
+
+    A rank is idle outside forwards and backwards, and while one of these waits for a message. The
+    result is the mean over `windows`, each of which has a row per rank.
+    """
     shares = []
     for rows in windows:
         begin = min(one.begin for row in rows for one in row)
@@ -231,13 +233,13 @@ def idle_measured(windows: list[list[list[Done]]]) -> float:
 
 
 def predicted_memory(engine: penstock.Engine) -> dict[str, int]:
-    """Of the running strategy, by what is kept; before the first step."""
+    """Returns the strategy's predicted bytes by kind of state. Call it before the first step."""
     ledger = engine.ledger()
     return ledger["predicted"][ledger["strategy"]]
 
 
 def memory_table(engine: penstock.Engine, predicted: dict[str, int]) -> str:
-    """Peaks of each rank as predicted and as the running engine counted. All ranks call it."""
+    """Returns a table of each rank's predicted and counted peaks. All ranks call it."""
     everyone = gather((predicted, engine.ledger()["measured"], resident_mib()))
     columns = dict(MEMORY)
     if any(told["disk"] for told, _, _ in everyone):
@@ -255,19 +257,19 @@ def memory_table(engine: penstock.Engine, predicted: dict[str, int]) -> str:
 
 
 def one_machine() -> bool:
-    """Whether all ranks are on this machine, as far as the launcher told."""
+    """Whether all ranks are on this machine, according to the launcher's variables."""
     world = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", world if world == "1" else "") == world
 
 
 def bubble_report(engine: penstock.Engine, clock: Clock) -> str:
-    """Pictures of the order and of the last step, and the share of idle time. All ranks call it."""
+    """Returns pictures of the order and the last step, and the idle share. All ranks call it."""
     mesh, parallel = engine.config.mesh, engine.config.parallel
     everyone = gather(list(clock.windows))
     if not engine._pipeline.active:
-        return "no pipeline: there is one stage, which nobody waits for"
+        return "no pipeline: there is one stage, for which no rank waits"
     of_place = mesh.data * mesh.tensor * mesh.sequence
-    steps = list(zip(*everyone, strict=True))  # by step, of rows by rank
+    steps = list(zip(*everyone, strict=True))  # for each step, a row per rank
     slots = in_slots(steps[-1][::of_place])
     num_micro = 1 + max(one.micro for one in everyone[0][-1])
     fewest = mesh.pipeline - 1
@@ -281,12 +283,12 @@ def bubble_report(engine: penstock.Engine, clock: Clock) -> str:
         + (f" x stages of a rank ({parallel.virtual_stages})" * (parallel.virtual_stages > 1)),
     ]
     if not one_machine():
-        return "\n".join([*lines, "idle time is not measured: machines have clocks of their own"])
-    later = steps[1:] or steps  # the first one of a run is slower
+        return "\n".join([*lines, "idle time is not measured: each machine has its own clock"])
+    later = steps[1:] or steps  # the first step of a run is slower
     cores = len(os.sched_getaffinity(0))
     lines += [
-        "the last step as measured, of one rank a stage (0 1 2: forwards of these micro-batches, "
-        "a b c: their backwards, .: waiting):",
+        "the last step as measured, for one rank per stage (0 1 2: forwards of these micro-"
+        "batches, a b c: their backwards, .: waiting):",
         measured_picture(steps[-1][::of_place]),
         f"idle: {100 * idle_measured(later):.1f} % of the time as measured, of all ranks and the "
         f"last {len(later)} steps; waits for data and tensor ranks count as work",
@@ -294,7 +296,7 @@ def bubble_report(engine: penstock.Engine, clock: Clock) -> str:
     if cores < len(everyone):
         lines.append(
             f"{len(everyone)} ranks share {cores} cores here: the measured times include "
-            f"waits for a core, and who waits leaves its core to others, so the idle time is not "
-            f"the bubble alone"
+            f"waits for a core, and a waiting rank leaves its core to others, so the idle time is "
+            f"not only the bubble"
         )
     return "\n".join(lines)

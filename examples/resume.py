@@ -1,10 +1,10 @@
-"""Kills a training run and goes on with one rank fewer: the loss is that of an undisturbed run.
+"""Kills a training run and resumes it with one rank fewer; the loss is that of an unbroken run.
 
     python examples/resume.py
 
 Starts examples/train_gpt.py on two ranks, which save as they train; kills all of them with SIGKILL;
-starts it again on one rank, which loads what two have saved; and compares the validation loss with
-that of two ranks that nobody killed.
+starts it again on one rank, which loads what the two have saved; and compares the validation loss
+with that of a run on two ranks that is not killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 
 TRAIN = pathlib.Path(__file__).with_name("train_gpt.py")
 SIZE = "--layers 2 --width 64 --seq 64 --steps 60 --log-every 20 --save-every 10".split()
-WINDOWS = 8  # of a step, over all ranks
+WINDOWS = 8  # per step, over all ranks
 TOLERANCE = 1e-3  # nats per byte
 WAIT_S = 60.0
 
@@ -46,7 +46,7 @@ def train(ranks: int, *arguments: str) -> str:
 
 
 def train_and_kill(folder: pathlib.Path) -> str:
-    """Until a checkpoint is there. Returns its name."""
+    """Trains until a checkpoint exists, and kills the run. Returns the checkpoint's name."""
     latest = folder / "latest"
     with subprocess.Popen(
         command(2, "--checkpoint", str(folder)),
@@ -70,7 +70,7 @@ def main() -> None:
         output = train(1, "--checkpoint", str(folder))
     print("one rank: " + re.search(r"going on from step \d+", output)[0])
     resumed, undisturbed = loss_of(output), loss_of(train(2))
-    print(f"validation loss {resumed:.4f}; of two ranks that nobody killed {undisturbed:.4f}")
+    print(f"validation loss {resumed:.4f}; of two ranks without a kill {undisturbed:.4f}")
     if abs(resumed - undisturbed) > TOLERANCE:
         raise SystemExit(f"they differ by more than {TOLERANCE:g}")
     print(f"equal within {TOLERANCE:g}; {time.perf_counter() - began:.1f} s")

@@ -5,9 +5,9 @@
     python examples/train_3d.py
 
 The loop is the same on every mesh: engine.train_batch() takes a data rank's samples of a whole
-step. What training gives does not depend on the mesh either, so after it one process trains the
-same model with plain torch for a few steps, and their losses are compared. The text is that of
-examples/train_gpt.py: the Python standard library's own source, by bytes.
+step. The results do not depend on the mesh either: after training, one process trains the same
+model with plain torch for a few steps, and the losses are compared. The text is that of
+examples/train_gpt.py: the source of the Python standard library, as bytes.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ TOLERANCE = 1e-4  # nats per byte, between ranks and one process
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    mesh = parser.add_argument_group("the mesh, whose product is the number of ranks")
+    mesh = parser.add_argument_group("the mesh (the product is the number of ranks)")
     for axis, what in MESH.items():
         mesh.add_argument(f"--{axis}", type=int, metavar="N", help=f"ranks that have {what}")
     add = parser.add_argument_group("the pipeline").add_argument
-    add("--micro-batches", type=int, default=8, metavar="N", help="of a step (default %(default)s)")
+    add("--micro-batches", type=int, default=8, metavar="N", help="per step (default %(default)s)")
     add(
         "--schedule",
         choices=("1f1b", "gpipe", "interleaved"),
@@ -99,8 +99,8 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="Without --data, --tensor and --pipeline ranks are halved: a pipeline of 2, then 2 "
-        "tensor ranks, the rest data ranks; 8 ranks are 2 x 2 x 2.",
+        epilog="Without --data, --tensor and --pipeline, ranks are halved into 2 stages, then into "
+        "2 tensor ranks, if possible; the rest are data ranks (8: 2 x 2 x 2).",
     )
     add = parser.add_argument
     add(
@@ -132,9 +132,9 @@ def parse_options() -> argparse.Namespace:
         type=int,
         default=3,
         metavar="N",
-        help="first steps compared with one process (default %(default)s; 0: none)",
+        help="number of first steps to compare with one process (default %(default)s; 0: none)",
     )
-    add("--seed", type=int, default=0, help="of weights and windows (default %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and windows (default %(default)s)")
     add("--log-every", type=int, default=10, metavar="STEPS", help="default %(default)s")
     add_mesh(parser)
     add_sizes(parser)
@@ -146,7 +146,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def mesh_of(options: argparse.Namespace, world: int) -> dict[str, int]:
-    """What was not asked for is halved off what the others leave."""
+    """Returns the mesh. Axes that are not given get 2 ranks if the others leave an even number."""
     left = world
     for size in (options.data, options.tensor, options.pipeline):
         left = left // size if size else left
@@ -170,7 +170,7 @@ def make_config(options: argparse.Namespace, world: int) -> dict:
         virtual = options.virtual_stages or (2 if options.schedule == "interleaved" else 1)
         parallel = {"schedule": options.schedule, "virtual_stages": virtual}
     elif options.schedule != "1f1b" or options.virtual_stages:
-        raise SystemExit("--schedule and --virtual-stages are of a pipeline, and --pipeline is 1")
+        raise SystemExit("--schedule and --virtual-stages need a pipeline, but --pipeline is 1")
     if mesh["tensor"] > 1 and options.model == "gpt":
         parallel["rules"] = GPT_RULES  # a Llama's are transformers'
     config = {
@@ -208,7 +208,7 @@ def make_config(options: argparse.Namespace, world: int) -> dict:
 
 
 def build(options: argparse.Namespace) -> nn.Module:
-    """The same weights on every mesh: they depend on the seed alone."""
+    """Returns a model whose weights depend only on the seed, not on the mesh."""
     torch.manual_seed(options.seed)
     heads = max(1, options.width // HEAD_WIDTH)
     if options.model == "gpt":
@@ -230,14 +230,14 @@ def build(options: argparse.Namespace) -> nn.Module:
 
 
 class Batches:
-    """A data rank's samples of step after step, as the model takes them."""
+    """A data rank's samples, step by step, in the form that the model takes."""
 
     def __init__(self, text: torch.Tensor, options: argparse.Namespace, ranks: Ranks):
         rows = options.batch * options.micro_batches
         sizes = argparse.Namespace(batch=rows, seq=options.seq)
         self._windows = Windows(text, sizes, ranks, options.seed)
         self._gpt = options.model == "gpt"
-        self.tokens = rows * options.seq * ranks.size  # of a step, that are predicted
+        self.tokens = rows * options.seq * ranks.size  # predicted per step
 
     def next(self) -> dict[str, torch.Tensor]:
         inputs, targets = self._windows.next()
@@ -280,7 +280,7 @@ def train(
 def held_out_loss(
     engine: penstock.Engine, text: torch.Tensor, options: argparse.Namespace, of_data: Ranks
 ) -> float:
-    """In nats per byte, over the same windows each time."""
+    """Returns the loss in nats per byte, over the same windows in each call."""
     batches = Batches(text, options, of_data)
     losses = [float(engine.eval_batch(batches.next())) for _ in range(HELD_OUT_BATCHES)]
     return sum(losses) / len(losses)
@@ -289,8 +289,8 @@ def held_out_loss(
 def plain_losses(
     text: torch.Tensor, options: argparse.Namespace, config: dict, steps: list[Step]
 ) -> list[float]:
-    """The same steps in this process alone, with torch's own model and optimizer: the samples of
-    all data ranks in one batch, at the learning rates that the engine had."""
+    """Returns the losses of the same steps in this process alone, with plain torch: the samples of
+    all data ranks in one batch, at the engine's learning rates."""
     model, count = build(options), options.micro_batches
     given = dict(config["optimizer"])
     given.pop("type")
@@ -315,12 +315,12 @@ def plain_losses(
 
 
 def check(text: torch.Tensor, options: argparse.Namespace, config: dict, steps: list[Step]) -> None:
-    """Prints the first losses beside those of one process. Raises SystemExit where they differ."""
+    """Prints the first losses beside those of one process. Raises SystemExit if they differ."""
     steps = steps[: options.check_steps]
     if not steps:
         return
     if options.config is not None or config["precision"] != "fp32":
-        print("not compared with one process: that is for fp32 and without --config\n", flush=True)
+        print("not compared with one process: this needs fp32, and no --config\n", flush=True)
         return
     world = Ranks().size
     print(f"\nthe first steps, on {world} ranks and in one process of plain torch:")

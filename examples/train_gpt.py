@@ -5,8 +5,8 @@
     python examples/train_gpt.py --data book.txt
 
 The text is the Python standard library's own source unless --data names a file or a folder. A
-twentieth of it is kept for validation: of a folder some files, chosen by a hash of their names, of
-a single file (or very few) the end. All windows of a step come from one random stream that the
+twentieth of it is kept for validation: in a folder, some files, chosen by a hash of their names; in
+a single file (or very few), the end. All windows of a step come from one random stream that the
 ranks divide, so runs with the same batch x ranks see the same data.
 """
 
@@ -41,7 +41,7 @@ TEMPERATURE = 0.8
 
 
 def default_precision() -> str:
-    """bf16 where the processor multiplies it, else fp32: without that it is slower than fp32."""
+    """Returns bf16 if the processor can multiply it, else fp32, which is then faster."""
     has = getattr(torch.cpu, "get_capabilities", dict)()
     return "bf16" if has.get("amx_bf16") or has.get("avx512_bf16") else "fp32"
 
@@ -54,7 +54,7 @@ def parse_options() -> argparse.Namespace:
     add(
         "--precision",
         default=default_precision(),
-        help="fp32, bf16 or fp16 (default: what the processor is fast at)",
+        help="fp32, bf16 or fp16 (default: bf16 if the processor can multiply it)",
     )
     add("--steps", type=int, default=1000)
     add("--minutes", type=float, help="stop training after this time")
@@ -65,9 +65,9 @@ def parse_options() -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, help="peak learning rate")
     add("--data", type=pathlib.Path, help="text: a file or a folder")
     add("--config", help="Penstock config, JSON text or path; its keys replace the options")
-    add("--checkpoint", metavar="DIR", help="save there, and go on from what is there")
-    add("--monitor", metavar="DIR", help="metrics, a trace and report.html there")
-    add("--machine", metavar="FILE", help="what penstock bench measured: predicts the seconds")
+    add("--checkpoint", metavar="DIR", help="save checkpoints there; resume from the newest")
+    add("--monitor", metavar="DIR", help="write metrics, a trace and report.html there")
+    add("--machine", metavar="FILE", help="output of penstock bench, to predict seconds")
     add("--save-every", type=int, default=50, metavar="STEPS")
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10, metavar="STEPS")
@@ -115,7 +115,7 @@ def make_config(options: argparse.Namespace) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Who we are. Whichever launcher started us says so in the environment."""
+    """This rank and the number of ranks, from the variables that launchers set."""
 
     rank: int = int(os.environ.get("RANK", "0"))
     size: int = int(os.environ.get("WORLD_SIZE", "1"))
@@ -125,7 +125,7 @@ class Ranks:
             print(text, flush=True)
 
     def mean(self, *values: float) -> list[float]:
-        """The means over all ranks, equal on each. All ranks call it."""
+        """Returns the means over all ranks, equal on each rank. All ranks call it."""
         if self.size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -159,7 +159,7 @@ def read_folder(root: pathlib.Path, pattern: str) -> tuple[torch.Tensor, torch.T
 
 
 def read_text(data: pathlib.Path | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes for training and for validation, uint8."""
+    """Returns the bytes for training and for validation, uint8."""
     if data is None:
         return read_folder(pathlib.Path(sysconfig.get_paths()["stdlib"]), "*.py")
     if data.is_dir():
@@ -170,21 +170,21 @@ def read_text(data: pathlib.Path | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Windows:
-    """Random windows of a text: inputs and the same bytes one further, both int64 [batch, seq]."""
+    """Random windows of a text: inputs and the bytes that follow each, int64 [batch, seq]."""
 
     def __init__(self, text: torch.Tensor, options: argparse.Namespace, ranks: Ranks, seed: int):
         if len(text) <= options.seq + 1:
             raise SystemExit(f"a text of {len(text)} bytes is too short for --seq {options.seq}")
         self._text, self._ranks = text, ranks
         self._batch, self._seq = options.batch, options.seq
-        self._seed, self._drawn = seed, 0  # windows, over all ranks
+        self._seed, self._drawn = seed, 0  # windows drawn by all ranks
         self._random = torch.Generator().manual_seed(seed)
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on behind the windows that any number of ranks have drawn."""
+        """Continues after the windows that were drawn, by any number of ranks."""
         self._random.manual_seed(self._seed)
         self._drawn = state["drawn"]
         torch.randint(len(self._text) - self._seq, (self._drawn, 1), generator=self._random)
@@ -241,11 +241,11 @@ def resident_mib() -> float:
 def train(
     engine: penstock.Engine, windows: Windows, options: argparse.Namespace, ranks: Ranks
 ) -> float:
-    """Trains for --steps or --minutes, whichever ends first. Returns the seconds it took."""
+    """Trains for --steps or --minutes, whichever ends first. Returns the seconds."""
     log = Log(ranks, options)
     start = last = time.perf_counter()
     losses: list[torch.Tensor] = []
-    step = engine.steps  # of a checkpoint, or 0
+    step = engine.steps  # from a checkpoint, or 0
     while step < options.steps:
         inputs, targets = windows.next()
         loss = engine(inputs, targets)
@@ -276,7 +276,7 @@ def train(
 def validate(
     engine: penstock.Engine, windows: Windows, options: argparse.Namespace, ranks: Ranks
 ) -> tuple[float, int]:
-    """Mean loss in nats per byte over fixed windows, and how many bytes were predicted."""
+    """Returns the mean loss in nats per byte over fixed windows, and the number of bytes."""
     rounds = max(1, VALIDATION_WINDOWS // (options.batch * ranks.size))
     engine.eval()
     with torch.no_grad():
@@ -287,7 +287,7 @@ def validate(
 
 
 def sample(engine: penstock.Engine, prompt: bytes, options: argparse.Namespace) -> str:
-    """Text the model writes after the prompt. All ranks call it and draw the same bytes."""
+    """Returns the model's text after the prompt. All ranks call it and draw the same bytes."""
     random = torch.Generator().manual_seed(options.seed)
     text = torch.tensor([list(prompt)])
     engine.eval()
@@ -303,7 +303,7 @@ def sample(engine: penstock.Engine, prompt: bytes, options: argparse.Namespace) 
 
 
 def few_losses(config: dict, text: bytes, options: argparse.Namespace, ranks: Ranks) -> list[float]:
-    """Mean losses of the first steps of a new model; the ledger is printed."""
+    """Returns the mean losses of a new model's first steps, and prints its ledger."""
     torch.manual_seed(options.seed)
     heads = max(1, options.width // 64)
     with penstock.init():
@@ -322,8 +322,8 @@ def few_losses(config: dict, text: bytes, options: argparse.Namespace, ranks: Ra
 
 
 def show_disk(config: dict, text: bytes, options: argparse.Namespace, ranks: Ranks) -> None:
-    """The same model in memory and with its parameters and optimizer on disk."""
-    config = config | {"monitor": {}}  # its files are the run's above
+    """Trains the same model in memory, and with its parameters and optimizer on disk."""
+    config = config | {"monitor": {}}  # its files belong to the run above
     ranks.say(f"\nthe first {DISK_STEPS} steps again, in memory:")
     memory = few_losses(config, text, options, ranks)
     ranks.say("and with parameters and optimizer state on disk:")

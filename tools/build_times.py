@@ -2,9 +2,9 @@
 
     python tools/build_times.py build/release [OTHER_TREE]
 
-Seconds are those of each compiler or linker run, added up: with -j2 the wall time is about half.
-A second tree is printed beside the first, for a comparison before and after a change. A build that
-took objects from ccache shows nothing of what compiling costs: set CCACHE_DISABLE=1 for it.
+Seconds are summed over compiler and linker runs: with -j2 the wall time is about half. A second
+tree is printed beside the first, to compare builds before and after a change. A build that took
+objects from ccache does not show what compiling costs: build with CCACHE_DISABLE=1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pathlib
 
 
 def seconds(tree: pathlib.Path) -> dict[str, tuple[int, float]]:
-    """How many outputs were built in each folder, and for how many seconds (their last run)."""
+    """Returns, by folder, how many outputs were built, and the seconds of their last builds."""
     runs: dict[str, float] = {}
     for line in (tree / ".ninja_log").read_text().splitlines()[1:]:
         start, end, _, output, _ = line.split("\t")
@@ -29,7 +29,7 @@ def seconds(tree: pathlib.Path) -> dict[str, tuple[int, float]]:
 
 
 def folder(output: str) -> str:
-    """The source folder of an output; tests beside their sources are told apart."""
+    """Returns the source folder of an output. Tests beside sources count separately."""
     if "cmake_pch" in output:
         return "precompiled header"
     place = output.partition("/CMakeFiles/")[0] if "/CMakeFiles/" in output else output

@@ -67,7 +67,7 @@ def claims_of(page: str, text: str) -> Iterator[Found]:
 
 
 def problem_of(backing: str) -> str:
-    """What is wrong with `path`, `path::text of the file` or `make target`; "" if it exists."""
+    """Returns why a backing does not exist: `path`, `path::text` or `make target`; else ""."""
     if backing.startswith("make "):
         target = backing.split()[1]
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ def backing_of(found: Found) -> str:
 
 
 def script_above(found: Found, text: str) -> str:
-    """A figure of benchmarks/README.md is of the script that was named last before it."""
+    """Returns the script that is named last before a figure of benchmarks/README.md."""
     lines = text.splitlines()[: found.line]
     paragraph = "\n".join([*lines, found.text])
     named = re.findall(r"`(\w+\.py)\b", paragraph)
@@ -106,7 +106,7 @@ def stale(pages: dict[str, str]) -> Iterator[str]:
             yield f"{page} does not exist"
     for page, text, _ in CLAIMS:
         if page in pages and text not in " ".join(pages[page].split()):
-            yield f"{page} has no longer {text!r}"
+            yield f"{page} no longer has {text!r}"
     yield from missing([*(one[2] for one in [*CLAIMS, *BLOCKS]), *PAGES_OF_FIGURES.values()])
 
 
@@ -118,7 +118,7 @@ def missing(backings: Iterable[str]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="also those that are backed")
+    parser.add_argument("--all", action="store_true", help="print backed claims, too")
     parser.add_argument("--strict", action="store_true", help="fail for claims without backing")
     options = parser.parse_args()
     files = [

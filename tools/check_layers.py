@@ -1,4 +1,4 @@
-"""Fails when an include or an import points right or sideways, and on cycles.
+"""Fails if an include or import points to a higher or neighbouring layer, or forms a cycle.
 
 The layers are those of docs/design.md, section "Layers". --self-test plants each kind of mistake in
 a temporary tree and checks that it is found.
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 
-# Folder -> layers of ours whose headers it may include, beside its own.
+# Folder -> our layers whose headers it may include, besides its own.
 PURE = ("src/base", "src/place", "src/plan")
 BESIDE = ("src/base", "src/trace", "src/place", "src/device")
 FIVES = ("src/mem", "src/comm", "src/optim")
@@ -42,7 +42,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tests": (*CORE, "src/tiles", "src/engine", "src/ckpt"),
     "benchmarks": (*CORE, "src/tiles", "src/engine", "src/ckpt"),
 }
-# How far left a public header may be included; those not named here: from engine rightwards.
+# The height of each layer; below, the lowest one that may include a public header (by default
+# the engine's).
 POSITION = {
     "src/base": 1,
     "src/trace": 1,
@@ -72,7 +73,7 @@ PYTHON = re.compile(
     r"|torch/csrc/(utils/pybind\.h|utils/python_|Exceptions\.h|autograd/python_|DynamicTypes\.h))"
 )
 DEVICE = re.compile(r"^((c10|ATen)/(cuda|hip|xpu)/|cuda|hip/|nccl\.h)")
-# Other libraries, and where they may be used.
+# Other libraries -> folders that may use them.
 LIBRARIES = {
     "nlohmann/": ("src/plan", "src/engine", "src/ckpt", "python/src"),
     "xxhash.h": ("src/ckpt",),
@@ -83,36 +84,36 @@ LIBRARIES = {
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 CPP_SUFFIXES = {".h", ".cpp"}
 
-# The command line uses the rest of the front; the launcher is the one command outside of it.
+# The command line uses the rest of the front; the launcher is the only command outside it.
 CLI, MAY_IMPORT_CLI = "penstock.cli", ("python/penstock/cli/", "python/penstock/__main__.py")
-# A package that is imported by another name, so it names itself relatively.
+# This package is imported under another name, so it uses relative imports.
 AS_DEEPSPEED = "python/penstock/as_deepspeed/"
 Problems = list[str]
 
 
 def layer_of(path: str) -> str | None:
-    """The layer a file belongs to, or None when it is in no layer."""
+    """Returns the layer of a file, or None if it is in no layer."""
     matches = [layer for layer in LAYERS if path.startswith(layer + "/")]
     return max(matches, key=len, default=None)
 
 
 def resolve(target: str) -> str:
-    """Path from the root of an include as written."""
+    """Returns the path from the root for an include as it is written."""
     return f"include/{target}" if target.startswith("penstock/") else target
 
 
 def check_public(path: str, layer: str, header: str) -> str | None:
-    """Why a file of `layer` may not include include/penstock/`header`, or None."""
+    """Returns why a file of `layer` may not include include/penstock/`header`, or None."""
     reach = POSITION.get(layer, ENGINE)
     if layer == "include/penstock":  # a header may not drag in what its own users may not see
         reach = PUBLIC_FROM.get(path.rpartition("/")[2], ENGINE)
     if reach >= PUBLIC_FROM.get(header, ENGINE):
         return None
-    return "public header for layers further right"
+    return "public header for higher layers only"
 
 
 def check_ours(path: str, layer: str, target: str) -> str | None:
-    """Why a file of `layer` may not include the file of ours `target`, or None."""
+    """Returns why a file of `layer` may not include our file `target`, or None."""
     if target.startswith("include/penstock/"):
         return check_public(path, layer, target.rpartition("/")[2])
     to = layer_of(target)
@@ -124,7 +125,7 @@ def check_ours(path: str, layer: str, target: str) -> str | None:
 
 
 def check_foreign(path: str, layer: str, target: str) -> str | None:
-    """Why a file of `layer` may not include a header of torch or another library, or None."""
+    """Returns why a file of `layer` may not include a header of a library, or None."""
     is_test = path.endswith("_test.cpp") or layer == "tests"
     if DEVICE.match(target):
         return "device headers belong in a device plugin"
@@ -147,14 +148,14 @@ def check_foreign(path: str, layer: str, target: str) -> str | None:
 
 
 def is_ours(bracket: str, target: str) -> bool:
-    """Quoted, unless it is a library's own quoted spelling; or in the public folder."""
+    """Whether an include is ours: quoted (except a library's header), or in the public folder."""
     if target.startswith(("penstock/", "src/", "python/", "tests/", "examples/", "benchmarks/")):
         return True
     return bracket == '"' and not target.startswith(tuple(LIBRARIES))
 
 
 def find_cycle(graph: Mapping[str, Iterable[str]]) -> list[str]:
-    """One cycle as a list of names, the first repeated at the end; empty when there is none."""
+    """Returns a cycle as a list of names, the first repeated at the end; empty if there is none."""
     done: set[str] = set()
     trail: list[str] = []
 
@@ -178,7 +179,7 @@ def find_cycle(graph: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def check_cpp(root: pathlib.Path) -> Problems:
-    """Every include of every layer, and include cycles."""
+    """Checks every include of every layer, and include cycles."""
     problems: Problems = []
     graph: dict[str, set[str]] = {}
     for file in sorted(root.rglob("*")):
@@ -204,7 +205,7 @@ def check_cpp(root: pathlib.Path) -> Problems:
 
 
 def imports_of(tree: ast.Module) -> Iterable[tuple[int, str]]:
-    """(line, dotted name) of each import, in functions too; `from a import b` yields a.b."""
+    """Yields (line, dotted name) of each import, in functions too; a.b for `from a import b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -214,14 +215,14 @@ def imports_of(tree: ast.Module) -> Iterable[tuple[int, str]]:
 
 
 def absolute(module: str, is_package: bool, target: str) -> str:
-    """What a relative import names."""
+    """Returns the absolute name of a relative import."""
     level = len(target) - len(target.lstrip("."))
     base = module.split(".")[: None if is_package and level == 1 else -(level - is_package)]
     return ".".join([*base, target.lstrip(".")])
 
 
 def check_import(path: str, target: str) -> str | None:
-    """Which part of the front may not import `target`, or None if the file may."""
+    """Returns which part of the front may not import `target`, or None if the file may."""
     if target.split(".")[0] in ("tests", "tools", "examples", "benchmarks"):
         return "the front"
     if path.startswith(AS_DEEPSPEED):
@@ -229,12 +230,12 @@ def check_import(path: str, target: str) -> str | None:
     if "as_deepspeed" in target:
         return "the front"
     is_cli = path.startswith(MAY_IMPORT_CLI)
-    return "what is no command" if target.startswith(CLI) and not is_cli else None
+    return "code outside the commands" if target.startswith(CLI) and not is_cli else None
 
 
 def check_python(root: pathlib.Path) -> Problems:
-    """The front imports nothing of tests, tools, examples or its command line, and has no import
-    cycle."""
+    """Checks that the front imports nothing from tests, tools, examples or its command line, and
+    has no import cycle."""
     problems: Problems = []
     package = root / "python" / "penstock"
     names: dict[str, pathlib.Path] = {}
@@ -252,7 +253,7 @@ def check_python(root: pathlib.Path) -> Problems:
             if why := check_import(path, target):
                 problems.append(f"{path}:{line}: {why} may not import {target}")
             module = target if target in names else target.rpartition(".")[0]
-            # A submodule's import of its own package's name is the package's business.
+            # If a submodule imports a name from its own package, the package defines the name.
             if module in names and module != name:
                 graph.setdefault(name, set()).add(module)
     if cycle := find_cycle(graph):
@@ -261,7 +262,7 @@ def check_python(root: pathlib.Path) -> Problems:
 
 
 def check(root: pathlib.Path) -> Problems:
-    """All problems of a tree."""
+    """Returns all problems of a tree."""
     return check_cpp(root) + check_python(root)
 
 
@@ -312,7 +313,7 @@ CLEAN = {
 
 
 def self_test() -> int:
-    """Plants each mistake; returns 1 when one goes unnoticed or a clean tree is accused."""
+    """Plants each mistake; returns 1 if one is not found, or if a clean tree has problems."""
     failures = 0
     for name, files in {"clean": CLEAN, **PLANTED}.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -337,7 +338,7 @@ def main() -> int:
     if args.self_test:
         return self_test()
     problems = check(args.root)
-    print("\n".join(problems) or "layers: every include and import points left")
+    print("\n".join(problems) or "layers: every include and import points to a lower layer")
     return 1 if problems else 0
 
 

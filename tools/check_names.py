@@ -1,6 +1,6 @@
-"""Fails when two types of the C++ sources have one name and different meanings.
+"""Fails if two types of the C++ sources have the same name and different meanings.
 
-`Impl`, the hidden half of a class, is no name. ALLOWED lists types that are halves of one thing.
+ALLOWED lists the names that several types may share, with the reason.
 --self-test plants a second definition in a temporary tree and checks that it is found.
 """
 
@@ -16,7 +16,7 @@ import tempfile
 FOLDERS = ("src", "include", "python/src")
 ALLOWED = {
     "Impl": "the hidden half of a class",
-    "Lane": "Status::Lane is what the status of a rank says of one of its lanes",
+    "Lane": "Status::Lane describes one of a rank's lanes",
 }
 TYPE = re.compile(
     r"^\s*(?:template <[^>]*> )?(?:struct|class|enum class|enum)\s+"
@@ -26,7 +26,7 @@ TYPE = re.compile(
 
 
 def definitions(root: pathlib.Path) -> dict[str, list[str]]:
-    """The places that define a type, by its name without qualifiers. Tests do not count."""
+    """Returns where types are defined, by name without qualifiers. Tests do not count."""
     found = collections.defaultdict(list)
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
@@ -40,7 +40,7 @@ def definitions(root: pathlib.Path) -> dict[str, list[str]]:
 
 
 def problems(root: pathlib.Path) -> list[str]:
-    """One text for each name that is defined more than once."""
+    """Returns a text for each name that is defined more than once."""
     return [
         f"{name} is defined {len(places)} times: {', '.join(places)}"
         for name, places in sorted(definitions(root).items())

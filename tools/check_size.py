@@ -1,8 +1,8 @@
-"""Fails on a function, class, file, public header or parameter list that is too long.
+"""Fails if a function, class, file, public header or parameter list is too long.
 
 tools/size_exceptions.txt names what may stay too long, with a reason. It is a ratchet: its `max`
 line equals the number of its entries, an entry that is no longer needed is an error, and a change
-that raises `max` must argue for it. --self-test checks the scanners.
+that raises `max` must give a reason. --self-test checks the scanners.
 
 A class's methods are the functions declared in its body; constructors, destructors and operators
 (in Python names with two underscores on each side) do not count, and nested classes count alone.
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 600
 MAX_PUBLIC_HEADER_LINES = 200
-AS_DEEPSPEED = "python/penstock/as_deepspeed/"  # whose parameters are DeepSpeed's
+AS_DEEPSPEED = "python/penstock/as_deepspeed/"  # parameter lists are DeepSpeed's
 MAX_PARAMETERS = 6
 MAX_PUBLIC_METHODS = 20
 MAX_METHODS = 30
@@ -68,7 +68,7 @@ class Class:
 
     name: str
     line: int
-    public_now: bool = True  # what is declared next
+    public_now: bool = True  # access of the next declaration
     public: int = 0
     methods: int = 0
 
@@ -78,21 +78,21 @@ class Class:
         self.public += is_public
 
     def after_labels(self, head: str) -> str:
-        """The head of a declaration without the access labels before it, which are remembered."""
+        """Returns the head of a declaration without the access labels before it; records them."""
         labels = LABELS.match(head)
         for label in re.findall(r"\w+", labels.group() if labels else ""):
             self.public_now = label == "public"
         return head[labels.end() :] if labels else head
 
     def declare(self, head: str, function: str) -> None:
-        """Counts a function of C++ unless it is none of the class's methods."""
+        """Counts a C++ function if it is a method of the class."""
         special = re.search(r"\boperator\b|\bfriend\b", head)
         if not special and function.lstrip("~") != self.name.rpartition(":")[2]:
             self.add(self.public_now)
 
 
 def blank_noise(text: str) -> str:
-    """The text with comments, literals and preprocessor lines replaced by blanks."""
+    """Returns the text with comments, literals and preprocessor lines replaced by blanks."""
 
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match.group())
@@ -101,7 +101,7 @@ def blank_noise(text: str) -> str:
 
 
 def matching(text: str, start: int, pair: str) -> int:
-    """Index of the bracket that closes the one at `start`; the end of the text without one."""
+    """Returns the index of the bracket that closes the one at `start`, else of the text's end."""
     depth = 0
     for index in range(start, len(text)):
         if text[index] == pair[0]:
@@ -114,7 +114,7 @@ def matching(text: str, start: int, pair: str) -> int:
 
 
 def count_parameters(text: str) -> int:
-    """Number of parameters in the text between a function's parentheses."""
+    """Returns the number of parameters in the text between a function's parentheses."""
     depth = 0
     commas = 0
     for index, char in enumerate(text):
@@ -128,7 +128,7 @@ def count_parameters(text: str) -> int:
 
 
 def head_of_function(head: str) -> tuple[str, int, bool] | None:
-    """(name, parameters, has an initializer list) when the text before a { or ; is a function's."""
+    """Returns (name, parameters, has an initializer list) if `head` is that of a function."""
     for match in re.finditer(r"(operator\s*\(\)|operator[^\s(]+|~?[\w:~]+)\s*\(", head):
         name = match.group(1).strip()
         if name in NOT_A_NAME:
@@ -138,14 +138,14 @@ def head_of_function(head: str) -> tuple[str, int, bool] | None:
         close = matching(head, match.end() - 1, "()")
         after = AFTER_PARAMETERS.match(head[close + 1 :])
         if not after:
-            continue  # of a type: std::function<void()> name(
+            continue  # brackets of a type: std::function<void()> name(
         parameters = count_parameters(head[match.end() : close])
         return name, parameters, after.group("init") is not None
     return None
 
 
 def class_of(head: str, line: int) -> Class:
-    """The class that the text before a { opens; one without a name for a namespace or an enum."""
+    """Returns the class that `head` and { open; without a name for a namespace or an enum."""
     opened = CLASS.search(head)
     if opened is None or re.search(r"\benum\b", head):
         return Class("", line)
@@ -153,16 +153,16 @@ def class_of(head: str, line: int) -> Class:
 
 
 def kind_of(head: str, end: str, found: tuple[str, int, bool] | None) -> str:
-    """What the text before `end` begins: a declaration, function, scope, or braces of a value."""
+    """Returns what `head` and `end` begin: a declaration, function, scope, or braces of a value."""
     if end == ";":
         return "declaration"
-    if found:  # member{value} in an initializer list has its function's head before it
+    if found:  # the braces may be member{value} in an initializer list
         return "braces" if found[2] and re.search(r"[\w>]\s*$", head) else "function"
     return "scope" if SCOPE.match(head) and "=" not in head else "braces"
 
 
 def scan_cpp(text: str) -> Iterator[Function | Class]:
-    """Functions at namespace and class scope, a lambda as part of its function; named classes."""
+    """Yields functions at namespace and class scope (with their lambdas), and named classes."""
     text = blank_noise(text)
     scopes = [Class("", 1)]
     start = index = 0
@@ -192,7 +192,7 @@ def scan_cpp(text: str) -> Iterator[Function | Class]:
 
 
 def class_in_python(node: ast.ClassDef) -> Class:
-    """A Python class; a property and its setter are one method."""
+    """Returns a Python class; a property and its setter count as one method."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     names = {each.name for each in node.body if isinstance(each, functions)}
     found = Class(node.name, node.lineno)
@@ -203,7 +203,7 @@ def class_in_python(node: ast.ClassDef) -> Class:
 
 
 def scan_python(text: str) -> Iterator[Function | Class]:
-    """Functions and classes of a Python source; self and cls are not counted as parameters."""
+    """Yields functions and classes of a Python source; self and cls are no parameters."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
             yield class_in_python(node)
@@ -215,7 +215,7 @@ def scan_python(text: str) -> Iterator[Function | Class]:
 
 
 def check_file(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """(key for the exceptions file, message) of everything too long in one file."""
+    """Yields (key for the exceptions file, message) for everything too long in one file."""
     lines = text.count("\n")
     limit = MAX_PUBLIC_HEADER_LINES if path.startswith("include/") else MAX_FILE_LINES
     if lines > limit:
@@ -237,7 +237,7 @@ def check_file(path: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def sources(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Every source file of ours."""
+    """Yields our source files."""
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
             if file.suffix in (".h", ".cpp", ".py"):
@@ -245,7 +245,7 @@ def sources(root: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def read_exceptions(lines: Iterable[str]) -> tuple[int, set[str]]:
-    """(max, keys) of the exceptions file. Raises ValueError for an entry without a reason."""
+    """Returns (max, keys) of the exceptions file. Raises ValueError for a missing reason."""
     entries = [line.split(maxsplit=1) for line in lines if line.strip() and line[0] != "#"]
     if not entries or entries[0][0] != "max" or any(len(entry) < 2 for entry in entries):
         raise ValueError("size_exceptions.txt: `max N`, then lines `path:name reason`")
@@ -253,7 +253,7 @@ def read_exceptions(lines: Iterable[str]) -> tuple[int, set[str]]:
 
 
 def check(root: pathlib.Path) -> list[str]:
-    """All problems of a tree, those of the exceptions file included."""
+    """Returns all problems of a tree, including those of the exceptions file."""
     found: dict[str, list[str]] = {}
     for file in sources(root):
         path = file.relative_to(root).as_posix()
@@ -357,12 +357,12 @@ EXPECTED_PYTHON = [("P", 3, 2), ("Inner", 1, 1)]
 
 
 def classes(found: Iterable[Function | Class]) -> list[tuple[str, int, int]]:
-    """What is expected of the classes among `found`."""
+    """Returns (name, methods, public methods) of the classes among `found`."""
     return [(one.name, one.methods, one.public) for one in found if isinstance(one, Class)]
 
 
 def limits_hold() -> bool:
-    """Whether exactly so many methods pass, and one more does not."""
+    """Whether a class with the allowed number of methods passes, and one more does not."""
 
     def refused(count: int, access: str) -> bool:
         body = "".join(f"void f{i}();" for i in range(count))

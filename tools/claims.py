@@ -23,7 +23,7 @@ CLAIMS = [
     (README, "largest GPT in 4 GiB", "benchmarks/max_model.py"),
     (README, "time to save 2 GiB", "benchmarks/checkpoint.py"),
     (README, "all-gather, reduce-scatter of 32 MiB", "benchmarks/collectives.py"),
-    (README, "`zero3` takes 0.77 of its time", "benchmarks/train_gpt.py"),
+    (README, "`zero3` takes 0.77 of FSDP2's time", "benchmarks/train_gpt.py"),
     (README, "#include <penstock/engine.h>", "tests/ranks/engine_test.cpp"),
     (README, "pip install dist/penstock", "make wheel"),
     (DEEPSPEED, "In fp32 they agree to 2e-6", f"{LOOPS}::2e-6"),
@@ -125,7 +125,7 @@ BLOCKS = [
     ("docs/from_fsdp2.md", r"penstock\.", SNIPPETS),
     ("*", r"^penstock run", "tests/python/test_launch.py"),
 ]
-# Pages of which one test checks every figure.
+# Page -> the one test that checks all of its figures.
 PAGES_OF_FIGURES = {
     "docs/config.md": "src/plan/config/config_test.cpp",
     "docs/compatibility.md": "tools/compatibility.py",

@@ -2,7 +2,7 @@
 
 A row is a model, loop, optimizer or feature; a column is a strategy. A cell is "works", "refused"
 with the number of the error below the table, or empty if nothing was tested. Rows that work under
-the same strategies are a list. If a test failed, the tool writes nothing.
+the same strategies form a list. If a test failed, the tool writes nothing.
 
 A test counts if its id names one strategy. It is a refusal if it recorded one:
 `record_property("refused", "ConfigError: text of the error")`.
@@ -51,7 +51,7 @@ class Problem(Exception):
 
 
 def place_of(classname: str, name: str) -> tuple[str, str, str] | None:
-    """Section, row and column of a test; None unless its id names exactly one strategy."""
+    """Returns section, row and column of a test; None unless its id names just one strategy."""
     module = classname.rpartition(".")[2]
     function, _, parts = name.rstrip("]").partition("[")
     tokens = parts.split("-")
@@ -101,7 +101,7 @@ def lines_of(matrix: Matrix) -> Iterator[str]:
 
 
 def section_lines(rows: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Lists of rows that all work under the same strategies, a table of the others, the errors."""
+    """Yields lists of rows that work under the same strategies, a table of others, the errors."""
     listed: dict[str, list[str]] = {}
     for row, cells in rows.items():
         if set(cells.values()) == {"works"}:
@@ -126,7 +126,7 @@ def section_lines(rows: dict[str, dict[str, str]]) -> Iterator[str]:
 
 
 def numbered(cell: str, errors: dict[str, int]) -> str:
-    """The cell, with a refusal's error replaced by its number; adds new errors to `errors`."""
+    """Returns the cell, with its error replaced by a number; adds a new error to `errors`."""
     kind, _, text = cell.partition(": ")
     return f"{kind} ({errors.setdefault(text, len(errors) + 1)})" if text else cell
 

@@ -1,4 +1,4 @@
-"""Markdown reference pages of the public C++ headers, for tools/docs_site.py.
+"""Makes Markdown reference pages of the public C++ headers, for tools/docs_site.py.
 
 A page has the opening comment of its header, then one section for each class, enum and group of
 functions. Comments become prose; declarations become code. Private members and macros are left out.
@@ -79,7 +79,7 @@ def fenced(code: list[str]) -> str:
 
 
 def name_of(code: list[str]) -> str:
-    """What a group of declarations is called in the table of contents."""
+    """Returns the name of a group of declarations for the table of contents."""
     names: list[str] = []
     joined = " ".join(line.split("//")[0].strip() for line in code)
     for part in re.sub(r"\{[^{}]*\}", ";", joined).split(";"):
@@ -93,7 +93,7 @@ def name_of(code: list[str]) -> str:
 
 
 def public_body(code: list[str], kind: str) -> list[str]:
-    """The lines between a class's braces that a caller may use."""
+    """Returns the public lines between a class's braces."""
     text = "\n".join(code)
     body = text[text.index("{") + 1 : text.rindex("}")].splitlines()
     visible, kept = kind == "struct", []

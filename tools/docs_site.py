@@ -272,7 +272,7 @@ def lay_out(allow_missing: bool) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--allow-missing", action="store_true", help="of pages of NAV")
+    parser.add_argument("--allow-missing", action="store_true", help="accept missing pages of NAV")
     options = parser.parse_args()
     problems = lay_out(options.allow_missing)
     if problems:

@@ -1,8 +1,8 @@
-"""A picture of a run's report, for a page such as the README: RUN OUT.png.
+"""Makes a picture of a run's report, for a page such as the README: RUN OUT.png.
 
-Makes the report anew and takes a part of it with headless Chromium, in the light scheme. Pillow,
-which comes with what `make setup` installs, cuts it out and leaves as few colours as the file's
-limit needs.
+Writes the report again and captures it with headless Chromium, in the light scheme. Pillow, which
+`make setup` installs, cuts out a part, with as many colours as the limit of the file's size
+allows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIMEOUT_S = 120
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Of the page, in its own pixels, and pixels of the picture for one of them."""
+    """A part of the page, in the page's pixels; `scale` is the picture's pixels for each."""
 
     width: int = 1280
     height: int = 900
@@ -37,9 +37,9 @@ def browser() -> str | None:
 
 
 def command(profile: pathlib.Path, size: tuple[int, int], dark: bool = False) -> list[str]:
-    """A headless one that leaves nothing but its profile; options and a page's address follow.
+    """Returns the command of a headless browser, without the page's address.
 
-    Raises FileNotFoundError: there is none.
+    Raises FileNotFoundError: there is no browser.
     """
     found = browser()
     if found is None:
@@ -57,9 +57,9 @@ def command(profile: pathlib.Path, size: tuple[int, int], dark: bool = False) ->
 
 
 def cut(picture: pathlib.Path, part: Part, most_bytes: int = MOST_BYTES) -> None:
-    """Leaves out what comes before its top, and colours.
+    """Cuts off what is above the part, and reduces the colours until the file is small enough.
 
-    Raises ValueError: it is larger than that with 16 colours, too.
+    Raises ValueError: even with 16 colours, the file is too large.
     """
     from PIL import Image  # noqa: PLC0415 - not needed to show a page
 
@@ -67,7 +67,7 @@ def cut(picture: pathlib.Path, part: Part, most_bytes: int = MOST_BYTES) -> None
         top = part.top * part.scale
         whole = opened.convert("RGB").crop((0, top, opened.width, opened.height))
     for colours in _COLOURS:
-        # Without dithering: it would speckle what is plain, which also takes more bytes.
+        # No dithering: it would speckle plain areas, which also takes more bytes.
         made = whole.quantize(colours, dither=Image.Dither.NONE)
         made.save(picture, optimize=True)
         if picture.stat().st_size <= most_bytes:
@@ -76,7 +76,10 @@ def cut(picture: pathlib.Path, part: Part, most_bytes: int = MOST_BYTES) -> None
 
 
 def take(run: pathlib.Path, out: pathlib.Path, part: Part) -> None:
-    """Raises ValueError: `run` is no run's folder. RuntimeError: the browser made nothing."""
+    """Writes the picture.
+
+    Raises ValueError: `run` is not a run's folder. RuntimeError: the browser wrote no picture.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         page, shot = folder / "report.html", folder / "shot.png"
@@ -105,10 +108,10 @@ def main() -> None:
     parser.add_argument("run", type=pathlib.Path, metavar="RUN", help="the run's folder")
     parser.add_argument("out", type=pathlib.Path, metavar="OUT.png")
     whole = Part()
-    parser.add_argument("--width", type=int, default=whole.width, help="of the page")
-    parser.add_argument("--height", type=int, default=whole.height, help="of the part")
+    parser.add_argument("--width", type=int, default=whole.width, help="width of the page")
+    parser.add_argument("--height", type=int, default=whole.height, help="height of the part")
     parser.add_argument("--top", type=int, default=whole.top, help="where the part begins")
-    parser.add_argument("--scale", type=int, default=whole.scale, help="pixels for one of these")
+    parser.add_argument("--scale", type=int, default=whole.scale, help="pixels per page pixel")
     options = parser.parse_args()
     part = Part(options.width, options.height, options.top, options.scale)
     try:

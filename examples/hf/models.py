@@ -11,7 +11,7 @@ SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_to
 
 
 def config_of(name: str) -> transformers.PretrainedConfig:
-    """By "gpt2", "llama" or "moe"."""
+    """Returns the config of "gpt2", "llama" or "moe"."""
     if name == "gpt2":
         no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return transformers.GPT2Config(
@@ -35,7 +35,7 @@ def config_of(name: str) -> transformers.PretrainedConfig:
 
 
 def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """With random weights, the same for a seed; or those of a folder of that name."""
+    """Returns a model with random weights that depend only on the seed, or a folder's model."""
     if pathlib.Path(name).is_dir():
         return transformers.AutoModelForCausalLM.from_pretrained(name)
     transformers.set_seed(seed)

@@ -1,4 +1,4 @@
-"""Text that every machine has, as bytes: the Python standard library's sources."""
+"""The Python standard library's sources as bytes: text that every machine has."""
 
 from __future__ import annotations
 

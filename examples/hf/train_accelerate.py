@@ -1,8 +1,8 @@
-"""A plain loop of Accelerate, with DeepSpeed's plugin as for DeepSpeed.
+"""A plain Accelerate loop with DeepSpeed's plugin, as it is written for DeepSpeed.
 
     penstock run --as-deepspeed --nproc 2 examples/hf/train_accelerate.py --stage 3
 
-With --stage -1 it is Accelerate alone.
+With --stage -1, Accelerate runs without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama", help="gpt2, llama or moe")
-    parser.add_argument("--stage", type=int, default=3, help="of ZeRO; -1: without DeepSpeed")
-    parser.add_argument("--offload", default="none", help="none or cpu: where the optimizer is")
+    parser.add_argument("--stage", type=int, default=3, help="ZeRO stage; -1: without DeepSpeed")
+    parser.add_argument("--offload", default="none", help="none or cpu: for the optimizer state")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--local_rank", default=0, help="of the launcher; not read")
+    parser.add_argument("--local_rank", default=0, help="set by launchers; not read")
     args = parser.parse_args(argv)
     on_cpu = not torch.accelerator.is_available()
     if args.stage < 0:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
         accelerator.print(f"step {len(losses)}: loss {losses[-1]:.6f}")
-    accelerator.wait_for_everyone()  # gloo's threads free tensors of Python until here
+    accelerator.wait_for_everyone()  # until here, gloo's threads free Python's tensors
     accelerator.end_training()
     return losses
 

@@ -1,9 +1,9 @@
-"""An ordinary Trainer script, with DeepSpeed's config as for DeepSpeed.
+"""An ordinary Trainer script with a DeepSpeed config, as it is written for DeepSpeed.
 
     penstock run --as-deepspeed --nproc 2 examples/hf/train_trainer.py --deepspeed \
         examples/hf/configs/zero3.json --output_dir out
 
-Without --deepspeed it is the plain Trainer.
+Without --deepspeed, the plain Trainer runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     trainer.save_model()
     if args.process_index == 0:
         (pathlib.Path(args.output_dir) / "log.json").write_text(json.dumps(lines, indent=1))
-    trainer.accelerator.wait_for_everyone()  # gloo's threads free tensors of Python until here
+    trainer.accelerator.wait_for_everyone()  # until here, gloo's threads free Python's tensors
     return lines
 
 

@@ -16,16 +16,16 @@
 namespace penstock {
 
 // A tensor that the front keeps and the core does not know: a model buffer ("buffer"), the state of
-// a random number generator ("rng"), state of a user's optimizer ("optim.exp_avg").
+// a random number generator ("rng"), or the state of a user's optimizer ("optim.exp_avg").
 struct CheckpointTensor {
   static constexpr int kAll = -1;          // the same on every rank; rank 0 writes it
-  static constexpr int kIfDifferent = -2;  // one copy from rank 0, or one per rank if they differ
+  static constexpr int kIfDifferent = -2;  // rank 0's copy, or one per rank if the copies differ
   static constexpr int kPieces = -3;  // the slice that each rank updates, as in Values::shards()
 
   std::string role, name;
   std::vector<int64_t> shape;         // of the whole tensor
-  int64_t begin = 0;                  // row-major index of its first element in the whole tensor
-  int rank = kAll;                    // one of the constants above, or the rank that owns it
+  int64_t begin = 0;                  // row-major index of the first element in the whole tensor
+  int rank = kAll;                    // one of the constants above, or the owner's rank
   at::Tensor tensor;                  // on the CPU
   at::ScalarType dtype = at::kFloat;  // set by load()
 };
@@ -54,7 +54,7 @@ struct FoundCheckpoint {
 
 struct LoadOptions {
   std::string tag;        // empty: the newest complete checkpoint
-  bool optimizer = true;  // false: only the weights
+  bool optimizer = true;  // false: loads only weights and buffers
   // For tied weights: the parameter's name -> its other names in foreign state dicts.
   std::multimap<std::string, std::string> tied{};
   bool missing_ok = false;  // true: if there is no checkpoint at all, the result has an empty path
@@ -65,7 +65,7 @@ struct LoadOptions {
   bool frozen = true;
 };
 
-// A view of a core, for the thread that runs the model.
+// A view of a core, for the model's thread.
 class PENSTOCK_API Checkpoints {
  public:
   explicit Checkpoints(Core& core) : state_(core.state_) {}
@@ -77,8 +77,7 @@ class PENSTOCK_API Checkpoints {
   std::string save(const std::string& path, const SaveOptions& options = {});
   // Requests a save. step() exchanges the requests of all ranks together with the norm. Afterwards
   // asked() returns the highest `urgency` (1 to 9) once, or 0 if there was no request. Only the
-  // thread that runs the model may call ask() and asked(); a signal handler on that thread may call
-  // ask().
+  // model's thread may call ask() and asked(); a signal handler on that thread may call ask().
   void ask(int urgency);
   int asked();
   // [all ranks] Waits until the save in progress has ended. Throws RuntimeFault if it failed.
@@ -87,19 +86,18 @@ class PENSTOCK_API Checkpoints {
   // ranks.
   std::string failure();
 
-  // [all ranks] Loads from a folder of checkpoints or from one checkpoint. If the newest
-  // checkpoint is damaged and no tag names it, it is skipped, with a line on stderr. Throws
-  // ConfigError with every name, shape and dtype that does not fit, before anything is changed.
-  // Throws RuntimeFault if no complete checkpoint is left; afterwards the engine can only load or
-  // be closed.
+  // [all ranks] Loads from a folder of checkpoints or from one checkpoint. Without a tag, skips
+  // checkpoints that are damaged, with a line on stderr for each. Throws ConfigError with every
+  // name, shape and dtype that does not fit, before anything is changed. Throws RuntimeFault if no
+  // complete checkpoint is left; afterwards the engine can only load again or be closed.
   FoundCheckpoint load(const std::string& path, const LoadOptions& options = {});
   // [all ranks] Must be called after load(), once the front has applied its part of the result.
   // `problem` says why the front could not do so; "" if it could. If any rank has a problem,
   // taken() throws RuntimeFault, and the engine can only load again or be closed.
   void taken(const std::string& problem);
-  // Returns whether there is a complete checkpoint. Not collective.
+  // Returns whether `path` has a complete checkpoint. Not collective.
   static bool any(const std::string& path);
-  int64_t bytes_held() const;     // size of this rank's tensors that a save writes
+  int64_t bytes_held() const;     // bytes of this rank's tensors that a save writes
   int64_t bytes_read() const;     // tensor bytes that this rank read in the last load
   int64_t bytes_written() const;  // bytes of this rank's shard in the last save
 

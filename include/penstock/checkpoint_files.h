@@ -1,6 +1,6 @@
 #pragma once
 // Checkpoint files without an engine: writes a checkpoint of tensors from any source, and reads one
-// (docs/formats.md, "Checkpoint"). One thread at a time; not collective.
+// (docs/formats.md, "Checkpoint"). Usable by one thread at a time; not collective.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace penstock {
 struct StoredTensor {
   std::string role;  // "param", "buffer", "exp_avg", ...; "weight": either a parameter or a buffer
   std::string name;  // name in the model
-  int rank = -1;     // the rank that owns it if it differs between ranks; else -1
+  int rank = -1;     // the owner if each rank has its own values; else -1
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
   int same_as =
@@ -27,7 +27,8 @@ struct StoredState {
   std::string about = "{}", state = "{}", front = "{}", of_rank = "{}";
 };
 
-// Writes a checkpoint as a run with one rank would. Without commit() its files are removed.
+// Writes a checkpoint as a run with one rank would. If commit() is not called, the destructor
+// removes the files.
 class PENSTOCK_API CheckpointWriter {
  public:
   // Reserves the disk space. Throws ConfigError for an invalid tag, duplicate tensors, and dtypes
@@ -38,9 +39,9 @@ class PENSTOCK_API CheckpointWriter {
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
-  // Writes all values of one tensor: on the CPU, in its shape and dtype. The tensors may come in
-  // any order, each once. Throws ConfigError for any other call. Throws RuntimeFault, with path and
-  // bytes, if writing fails.
+  // Writes all values of one tensor. `values` is on the CPU and has the tensor's shape and dtype.
+  // The tensors may come in any order, each once. Throws ConfigError for any other call. Throws
+  // RuntimeFault, with path and bytes, if writing fails.
   void write(int index, const at::Tensor& values);
   // Makes the checkpoint durable and makes `latest` name it. Returns its path. Throws ConfigError
   // if a tensor has no values.
@@ -54,8 +55,8 @@ class PENSTOCK_API CheckpointWriter {
 // Reads a complete checkpoint. Throws RuntimeFault for missing or damaged files.
 class PENSTOCK_API CheckpointReader {
  public:
-  // Opens a checkpoint. If `path` is a folder of checkpoints, opens the one with the tag, or the
-  // newest.
+  // Opens a checkpoint. If `path` is a folder of checkpoints, opens the checkpoint with the tag or,
+  // without a tag, the newest one.
   explicit CheckpointReader(const std::string& path, const std::string& tag = "");
   ~CheckpointReader();
   CheckpointReader(const CheckpointReader&) = delete;

@@ -35,11 +35,11 @@ struct OptimizerConfig {
 // Dynamic loss scaling, for parameters that compute in fp16 (arXiv:1710.03740).
 struct LossScaleConfig {
   double initial = 65536.0;
-  int64_t window = 2000;   // good steps in a row before the scale doubles; 0 = never changes it
-  double min = 1.0;        // at this scale `nonfinite` says what an overflow does
-  int64_t settle = 0;      // good steps at the start and after an overflow that do not count
-  int64_t hysteresis = 1;  // this overflow, and each later one, halves the scale
-  std::string refill = "growth";  // "growth" "step": what starts the count of overflows again
+  int64_t window = 2000;   // good steps in a row before the scale doubles; 0 = it never changes
+  double min = 1.0;        // at this scale, `nonfinite` decides what an overflow does
+  int64_t settle = 0;      // good steps that do not count, at the start and after an overflow
+  int64_t hysteresis = 1;  // n: the n-th overflow, and each later one, halves the scale
+  std::string refill = "growth";  // "growth" "step": what resets the count of overflows
 
   bool operator==(const LossScaleConfig&) const = default;
 };
@@ -56,7 +56,7 @@ struct BatchConfig {
   int64_t accumulate = 1;  // backwards per step
   int64_t global = 0;      // samples per step over all ranks = micro * accumulate * data ranks
   std::string reduction =
-      "mean";  // "mean" "sum" over the backwards of a window; ranks are always averaged
+      "mean";  // "mean" "sum" over the backwards of a window; over ranks always the mean
 };
 
 struct CommConfig {
@@ -74,7 +74,7 @@ struct CommConfig {
 struct UnitsConfig {
   std::vector<std::string> modules;  // class names of unit modules; empty = found automatically
   int64_t max_bytes = 256LL << 20;   // largest unit of a model without repeated blocks
-  int64_t layer_bytes = 1LL << 20;   // a layer outside these units is a unit if at least this large
+  int64_t layer_bytes = 1LL << 20;   // a layer outside `modules` becomes a unit from this size on
 };
 
 // Large Linear and Embedding weights, split into tiles of rows; each tile is a unit.
@@ -89,20 +89,20 @@ struct TilingConfig {
 
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
-  // optimizer and params may be "auto" until the engine has chosen
+  // optimizer and params may be "auto" until the engine has chosen their tiers
   // (src/plan/cost/strategy_choice.h)
-  std::string gradients = "none";  // "none" (the tier of the update) "host" "disk"
+  std::string gradients = "none";  // "none" (where the update runs) "host" "disk"
   std::string path;
-  int64_t window_bytes = 192LL << 20;  // host memory through which optimizer state on disk streams
+  int64_t window_bytes = 192LL << 20;  // host memory for streaming optimizer state that is on disk
   bool late_update =
       false;  // step() returns once the norm is known; each unit is updated before its next use
   bool checksums = false;   // checks that data read from disk equals the data written
-  double timeout_s = 60.0;  // limit of a wait for the disk in which no request finishes
+  double timeout_s = 60.0;  // limit of a wait for the disk while no request completes
 };
 
 // Budgets in bytes per rank; -1 = the free memory that the engine finds. On the CPU, the device
-// tier is host memory that is counted separately. If it has no budget of its own, it shares the
-// budget of the host tier.
+// tier is host memory that is counted separately. Without a budget of its own, the device tier
+// shares the budget of the host tier.
 struct MemoryConfig {
   int64_t device_bytes = -1, host_bytes = -1;
 };
@@ -141,11 +141,11 @@ struct ParallelConfig {
   // Name pattern (glob) of modules or parameters -> style: "column" "row" "vocab" ...; the first
   // match applies.
   std::vector<std::pair<std::string, std::string>> rules;
-  // First modules of the pipeline stages after the first; empty = found automatically.
+  // First module of each pipeline stage, except stage 0; empty = found automatically.
   std::vector<std::string> stages;
   std::string schedule = "1f1b";  // "gpipe" "1f1b" "interleaved" (src/plan/pipeline_schedule.h)
   int virtual_stages = 1;         // stages per rank; above 1 only with "gpipe" or "interleaved"
-  bool cut_logits = false;        // gathers the logits of a "vocab" head only when they are read
+  bool cut_logits = false;        // true: gathers logits of a "vocab" head only when they are read
   std::string norms =
       "whole";  // "tokens": between layers each tensor rank has a part of the tokens
   // Which rules the first training forward checks against uncut modules: "own" (rules of the

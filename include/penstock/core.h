@@ -23,8 +23,7 @@ struct ModuleInfo {
   std::string name;  // "" for the root
   std::string type;
   int parent = -1;
-  std::vector<int>
-      params;          // indices of the parameters it owns directly; several modules may share one
+  std::vector<int> params;  // indices of the parameters that it owns itself; modules may share them
   int rows = -1;       // the parameter that is used row by row (Linear, Embedding) and may be tiled
   bool keeps = false;  // it owns buffers that checkpoints save and forwards may change
 };
@@ -38,15 +37,15 @@ struct ParamInfo {
 struct BufferInfo {
   std::string name;
   at::Tensor buffer;
-  int follows = -1;  // the parameter whose dtype it takes; -1: it keeps its own
+  int follows = -1;  // index of the parameter whose dtype it takes; -1: keeps its own
 };
 struct ModelTree {
   std::vector<ModuleInfo> modules;
   std::vector<ParamInfo> params;
   std::vector<BufferInfo> buffers;    // set to rank 0's values
   std::shared_ptr<ShardedInit> init;  // holds the values of hollow parameters; may be null
-  // The device to which the engine moves parameters and buffers. Without it they must all be on
-  // one device, and stay there.
+  // The device to which the engine moves parameters and buffers. If it is not set, they must all be
+  // on one device and stay there.
   std::optional<c10::Device> device{};
 };
 
@@ -58,11 +57,11 @@ struct UnitInfo {
   bool away = false;        // another rank of the pipeline computes it
 };
 
-// The engine's lifetime and training step. Owned by one front. All calls come from the thread that
-// runs the model, except that autograd's thread calls the hooks. Methods marked [all ranks] are
-// collective. Views of a core have the remaining methods, for the same thread: Recomputation
-// (below), Values (values.h), Report (report.h), Tiles (tiling.h). Views and autograd's hooks keep
-// the core's state alive.
+// The engine's lifetime and training step. Owned by one front. All calls come from the model's
+// thread (the thread that runs the model), except that autograd's thread calls the hooks. Methods
+// marked [all ranks] are collective. Views of a core have the remaining methods, for the same
+// thread: Recomputation (below), Values (values.h), Report (report.h), Tiles (tiling.h). Views and
+// autograd's hooks keep the core's state alive.
 class PENSTOCK_API Core {
  public:
   // [all ranks] Shards the model in place; all ranks take rank 0's values. With
@@ -77,8 +76,8 @@ class PENSTOCK_API Core {
   // tiers.
   const Config& config() const;
   std::vector<UnitInfo> units() const;
-  // Returns whether units need begin/end events, because some of their state moves. The root always
-  // needs these events.
+  // Returns whether units need begin/end events. They do if some of their state moves; the root
+  // always does.
   bool needs_unit_events() const;
   // Sets the optimizer group of each parameter (in the order of ModelTree) after groups changed.
   void set_groups(const std::vector<int>& group_of_param);
@@ -86,17 +85,18 @@ class PENSTOCK_API Core {
   void unit_begin(int unit, bool grad_enabled);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
-  // [all ranks] Returns whether any rank is about to run a forward. `mine`: whether this rank is.
-  // Throws RuntimeFault if only some ranks are, and the ranks do not know the order of tiles yet.
+  // [all ranks] Returns whether any rank is about to run a forward. `mine`: whether this rank is
+  // about to run one. Throws RuntimeFault if only some ranks are and the order of tiles is not
+  // known yet.
   bool any_forward(bool mine);
-  // [all ranks] Returns the mean of `mine` over the ranks with `counts`; 0 if no rank has it.
+  // [all ranks] Returns the mean of `mine` over the ranks that set `counts`; 0 if no rank sets it.
   double mean(double mine, bool counts = true) const;
   // Learns the order of the units again, after modules were added or moved.
   void relearn();
 
   // Must be called before backward(loss, gradient). Returns the gradient to start from: `gradient`
-  // (default: ones) times the loss scale. Returns an undefined tensor if torch's own default is
-  // right. Throws RuntimeFault if no forward ran before.
+  // (default: ones) times the loss scale. Returns an undefined tensor if torch's default gradient
+  // is right. Throws RuntimeFault if no forward ran before.
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
   // Must be called before a backward that starts from gradients of another pipeline stage.
   void resume_backward();
@@ -110,8 +110,8 @@ class PENSTOCK_API Core {
   // `external` runs the user's optimizer; `options` describes its settings. Returns false if fp16
   // gradients overflowed (the weights are unchanged and the loss scale is smaller), or if no
   // backward of the window produced a gradient. If a gradient is not finite and a smaller
-  // loss scale cannot help, throws RuntimeFault with the name of the first such parameter. Throws
-  // RuntimeFault if groups or options differ between ranks.
+  // loss scale cannot help, throws RuntimeFault with the name of the first parameter with such a
+  // gradient. Throws RuntimeFault if groups or options differ between ranks.
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
             const std::string& options = "");
   // Drops the gradients accumulated since the last step. Without `set_to_none`, each parameter that
@@ -125,12 +125,12 @@ class PENSTOCK_API Core {
   std::string plan_text(const std::string& section) const;
   void set_plan_text(const std::string& section, const std::string& text);
 
-  // [all ranks] Turns parameters, and views of them, back into ordinary full tensors and returns
-  // all memory. Without `gather`, sharded parameters have no values afterwards, and reading them
-  // throws. close() can gather even after a failure, on new connections, if every rank calls it. It
-  // notifies ranks that wait for this one. `why`: the error that is the reason for closing, if any.
-  // Returns a remark on the weights if a step was cut short, else "". Throws RuntimeFault, after
-  // releasing everything, if the weights could not be gathered.
+  // [all ranks] Turns parameters, and views of them, back into ordinary full tensors and frees all
+  // memory. Without `gather`, sharded parameters have no values afterwards, and reading them
+  // throws. close() can gather even after a failure, on new connections, if every rank calls it.
+  // close() also notifies ranks that wait for this one. `why`: the error that is the reason for
+  // closing, if any. Returns a remark on the weights if a step was cut short, else "". Throws
+  // RuntimeFault, after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why = {});
 
  private:
@@ -149,7 +149,8 @@ class PENSTOCK_API Core {
   std::shared_ptr<State> state_;
 };
 
-// Which thread is in a call of the engine, and how calls end. A front reports its forwards here.
+// Calls: records which thread is in a call of the engine, and how calls end. A front reports its
+// forwards here.
 class PENSTOCK_API Calls {
  public:
   explicit Calls(const Core& core) : state_(core.state_) {}
@@ -159,14 +160,14 @@ class PENSTOCK_API Calls {
   void enter(const std::string& call);
   // Must be called after that forward.
   void leave();
-  // Must be called after a backward that Core::start_backward() announced and that did not throw. A
-  // backward that reached no parameter counts, too, because it may have reached some on other
-  // ranks.
+  // Must be called after a backward that Core::start_backward() announced and that did not throw.
+  // This includes a backward that reached no parameter here, because it may have reached some on
+  // other ranks.
   void end_backward();
   // Must be called if a call that all ranks make raised `error` on this rank, perhaps only here.
   void failed(const std::string& call, const std::string& error);
-  // Sets the function that returns the name of a thread for error texts, given its number; "" for
-  // a thread that no caller started.
+  // Sets the function that returns, for error texts, the name of the thread with a given number; ""
+  // for a thread that no caller started.
   void name_threads(std::function<std::string(int64_t)> name);
 
  private:

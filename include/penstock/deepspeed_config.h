@@ -15,7 +15,7 @@ namespace penstock {
 enum class KeyFate : uint8_t {
   kTaken,     // translated to a native key
   kNoEffect,  // the mechanism that it tunes does not exist here; results are the same
-  kRefused,   // it would change training and is not supported: an error unless it is off
+  kRefused,   // would change training and is not supported: an error unless it is off
 };
 
 // One row of the table of keys.
@@ -38,7 +38,7 @@ struct PENSTOCK_API TranslatedConfig {
   std::string values;           // JSON: the config with each value as DeepSpeed reads it
   std::string scheduler;        // JSON of the "scheduler" section, for the front; empty if absent
   std::vector<GivenKey> given;  // in the order of the text
-  // Keys that are still "auto" although DeepSpeed needs a number there. The default applies.
+  // Keys that are still "auto" although DeepSpeed needs numbers for them. Their defaults apply.
   std::vector<std::string> left_over;
 
   // Returns one text that lists the keys without effect, with reasons; empty if there are none.

@@ -1,7 +1,7 @@
 #pragma once
-// Group: the ranks that train together, as the engine sees them. Between hosts a group wraps a c10d
-// process group; Penstock has no transport of its own there. Ranks on one host exchange data
-// through shared memory; ranks in one process are threads.
+// Group: the ranks that train together, as the engine sees them. Between hosts, Penstock has no
+// transport of its own: a group wraps a c10d process group. Ranks on one host exchange data through
+// shared memory; ranks in one process are threads.
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
@@ -42,7 +42,7 @@ struct TileSource {
   std::vector<int64_t> bytes;
 };
 
-// One part of a piece, as received from every peer (in the order of `peers`).
+// The same part of a piece from every peer (in the order of `peers`).
 struct Tile {
   size_t piece = 0;
   int64_t offset = 0, bytes = 0;
@@ -72,8 +72,8 @@ struct WatchOptions {
   std::string report_dir;        // folder for the plan's last lines after an error; "": none
 };
 
-// Owned by the caller that made it and shared with the engine, because a lane thread may still use
-// it after the user drops it. Several lane threads may call exchange() at once.
+// A group is shared by its maker and the engine, because a lane's thread may still use it after the
+// user drops it. Several lane threads may call exchange() at once.
 class PENSTOCK_API Group {
  public:
   Group();
@@ -85,8 +85,8 @@ class PENSTOCK_API Group {
   // Throws std::exception if a peer is gone or the timeout has passed.
   virtual void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
                         uint32_t tag) = 0;
-  // Like exchange(), but received data is not stored: `take` receives it tile by tile while it is
-  // in the cache. Returns false on every rank, without exchanging anything, if the group does not
+  // Like exchange(), but received data is not stored: `take` gets each tile while the tile is in
+  // the cache. Returns false on every rank, without exchanging anything, if the group does not
   // support this.
   virtual bool exchange_tiles(const std::vector<Piece>& /*sends*/, const TileSource& /*from*/,
                               uint32_t /*tag*/, const TakeTile& /*take*/) {
@@ -103,12 +103,12 @@ class PENSTOCK_API Group {
   virtual Board* board() { return nullptr; }
   // [Note: Last call] The ranks of a run meet a last time. The meeting uses no exchanges, so it
   // works even after a failure.
-  // [all ranks] Blocks until every rank has called it. Returns "" if no rank had failed. Otherwise
-  // it returns the `fault` of the first rank that failed; this rank's exchanges have ended by then,
-  // and the caller must call renew(). A failed rank first waits one second for the other ranks, so
-  // that data in flight arrives. It then ends the exchanges of all ranks, because they might
-  // otherwise block forever; the ended exchanges throw `fault`. Throws std::exception if a rank is
-  // gone or does not call within the timeout.
+  // [all ranks] Blocks until every rank has called last_call(). Returns "" if no rank had failed.
+  // Otherwise returns the `fault` of the first rank that failed; this rank's exchanges have ended
+  // by then, and the caller must call renew(). A failed rank first waits one second for the other
+  // ranks, so that data in flight arrives. It then ends the exchanges of all ranks, because they
+  // might otherwise block forever; the ended exchanges throw `fault`. Throws std::exception if a
+  // rank is gone or does not call within the timeout.
   virtual std::string last_call(const std::string& fault) = 0;
   // Makes this rank's exchanges, including those in progress, throw `why` until renew(). Any thread
   // may call it.
@@ -117,9 +117,9 @@ class PENSTOCK_API Group {
   // may be in progress.
   virtual void renew() = 0;
   // connect_on_device() calls this function to make a back end with collectives on a device's
-  // memory (NCCL, RCCL, XCCL) among `ranks`, which all make the same calls in the same order. It
-  // must be set before an engine is made. Without it, device memory is exchanged through host
-  // memory.
+  // memory (NCCL, RCCL, XCCL) among `ranks`, which all make the same calls in the same order. The
+  // function must be set before an engine is made. Without it, device memory is exchanged through
+  // host memory.
   using DeviceGroups =
       std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks)>;
   void set_device_groups(DeviceGroups make) { device_groups_ = std::move(make); }
@@ -140,7 +140,7 @@ class PENSTOCK_API Group {
   // point-to-point operations and should serve only Penstock. `downward` is an optional second
   // process group over the same ranks for data to lower ranks: gloo's thread needs less processor
   // time with one connection per direction (docs/decisions.md). renew() calls `connect` on all
-  // ranks to make two new process groups, and fails without it.
+  // ranks to make two new process groups, and fails without `connect`.
   static std::shared_ptr<Group> from_process_group(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
       std::chrono::milliseconds timeout,

@@ -22,44 +22,47 @@ struct FileValues {
   int64_t offset = 0;  // first byte
 };
 
-// Where a hollow tensor's values are until the engine takes them, and where they train.
+// Where a hollow tensor's values are until the engine takes them, and the tensor's device in
+// training.
 struct InitPlace {
   std::string path;                     // folders of the files for parts; "": memory
   std::optional<c10::Device> device{};  // default: the tensor's own device
 };
 
 // A *hollow* tensor has a shape, a dtype and a storage without memory; this object keeps an equal
-// part of its values on each rank. Any other access to its values throws an error that explains
-// this. All ranks make the calls marked [all ranks] in the same order, from one thread. The other
-// calls concern this rank only: ranks may free hollow tensors at different times. The peak memory
-// is one whole tensor, plus all parts in memory (parts may be on disk instead).
+// part of the values on each rank. An access to the values that does not go through this object
+// throws an error that explains hollow tensors. All ranks make the calls marked [all ranks] in the
+// same order, from one thread. The other calls concern this rank only: ranks may free hollow
+// tensors at different times. The peak memory is one whole tensor, plus all parts in memory (parts
+// may be on disk instead).
 class PENSTOCK_API ShardedInit {
  public:
   explicit ShardedInit(std::shared_ptr<Group> group);
   ~ShardedInit();
 
-  // Exchanges through `group` from now on; hollow tensors stay hollow. Throws RuntimeFault if this
-  // process had a different rank, or the group a different size, in the first group.
+  // Exchanges through `group` from now on; hollow tensors stay hollow. Throws RuntimeFault if the
+  // first group had another size, or if this process had another rank in it.
   void connect(std::shared_ptr<Group> group);
-  // Makes an unlinked file for parts in each of the folders in `path` (separated by ':'), unless it
-  // exists. Throws ConfigError for a folder in which no file can be made.
+  // Makes an unlinked file for parts in each of the folders in `path` (separated by ':') that has
+  // none yet. Throws ConfigError for a folder in which no file can be made.
   void open(const std::string& path);
-  // Makes `tensor`, which is dense, hollow. This rank keeps its part of the values in host memory
-  // or in the files of the place, even if the tensor is on a device.
+  // Makes a dense tensor hollow. This rank keeps its part of the values in host memory or in the
+  // files of `place`, even if the tensor is on a device.
   void hollow(const at::Tensor& tensor, const InitPlace& place = {});
   // Makes `tensor` hollow, or frees its part if it is hollow already: from now on its values are
-  // those in the file, which each rank reads in parts when they are used. keep() gives it a part
-  // again. A tensor on meta becomes one on the CPU. A hollow `tensor` must be all of its storage.
+  // those in the file, which each rank reads in parts when they are used. keep() gives the tensor a
+  // part again. A tensor on the meta device moves to the CPU. If `tensor` is hollow already, it
+  // must cover its whole storage.
   void read_from(const at::Tensor& tensor, const FileValues& values, const InitPlace& place = {});
   // Returns a hollow tensor with the values and the shape of the hollow `tensor`. Copies this
-  // rank's part of the whole storage behind it, to memory or to the files that have that part.
+  // rank's part of the tensor's whole storage to where that part is: memory or the files.
   at::Tensor copy(const at::Tensor& tensor);
   // Returns whether the tensor (or the tensor that it is a view of) is hollow.
   bool holds(const at::Tensor& tensor) const;
   // Returns whether the values of the tensor are in a file of read_from().
   bool in_file(const at::Tensor& tensor) const;
-  // Fills `to` [count] (fp32, on the host) with values of such a tensor, beginning at its element
-  // `begin` in row-major order.
+  // Fills `to` [count] (fp32, on the host) with values of a tensor that is in a file, beginning at
+  // the tensor's element `begin` in row-major order.
   void read(const at::Tensor& tensor, int64_t begin, const at::Tensor& to) const;
   // Returns the bytes of host memory that this rank's part of a hollow tensor takes.
   int64_t held_bytes(const at::Tensor& tensor) const;
@@ -75,14 +78,14 @@ class PENSTOCK_API ShardedInit {
   void keep(const at::Tensor& tensor, const at::Tensor& values);
   // [all ranks] Returns the tensor's values in its own shape, in host memory, and frees the part.
   at::Tensor take(const at::Tensor& tensor);
-  // Frees the part, without its values. The tensor stays without memory.
+  // Frees the part; its values are lost. The tensor stays without memory.
   void drop(const at::Tensor& tensor);
   // [all ranks] Returns the texts of all ranks, by rank.
   std::vector<std::string> share(const std::string& text) const;
   // [all ranks] Copies rank 0's bytes to all ranks.
   void broadcast(const at::Tensor& bytes) const;
 
-  // Returns whether no tensor that is still in use on this rank is hollow. Closes unused files.
+  // Returns true if no tensor that this rank still uses is hollow. Closes unused files.
   bool empty();
 
  private:

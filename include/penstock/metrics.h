@@ -29,11 +29,11 @@ struct PENSTOCK_API StepMetrics {
   double flops = 0.0;               // FLOPs of the model over all ranks; 0: not counted
   double peak_flops = 0.0;          // FLOPs per second over all ranks; 0: not known
   double exposed_s = 0.0;       // time that the model's thread waited for peers, updates and disk
-  double exposed_comm_s = 0.0;  // part of exposed_s, for gathers, reductions and the norm
+  double exposed_comm_s = 0.0;  // part of exposed_s: waits for gathers, reductions and the norm
   int64_t comm_bytes = 0;       // sent to peers
   int64_t disk_read_bytes = 0, disk_written_bytes = 0;
   double disk_busy_s = 0.0;  // time during which the disk had requests
-  // Current bytes in memory by role, followed by the largest so far by tier.
+  // First the bytes that are in memory now, by role; then the largest so far, by tier.
   int64_t param_bytes = 0, grad_bytes = 0, optim_bytes = 0, buffer_bytes = 0;
   int64_t device_peak_bytes = 0, host_peak_bytes = 0, disk_bytes = 0;
 
@@ -62,7 +62,7 @@ struct RowSum {
   double seconds = 0.0;
 };
 
-// A view of a core, for the thread that runs the model.
+// A view of a core, for the model's thread.
 class PENSTOCK_API Metrics {
  public:
   explicit Metrics(const Core& core) : state_(core.state_) {}
@@ -92,7 +92,7 @@ class PENSTOCK_API Metrics {
   // [all ranks] Records the next `steps` whole steps of all ranks. Rank 0 writes the file when the
   // last of these steps ends. Each rank that passed `more` then calls it with the offset (ns) from
   // its own steady clock to the clock of rank 0. `more` returns additional events of a Chrome
-  // trace, separated by commas, which are added to the events of its rank.
+  // trace, separated by commas, which are added to that rank's events.
   void trace(const std::string& path, int64_t steps, std::function<std::string(int64_t)> more = {});
 
  private:

@@ -68,7 +68,7 @@ struct PlanQuestion {
 
 struct PlanReport {
   std::vector<Alternative>
-      alternatives;  // those that fit come first (tight ones after the rest), fastest first
+      alternatives;  // those that fit first (of these, tight ones last), the fastest first
   std::map<std::string, std::string>
       same;          // omitted strategy -> the listed strategy that it equals on this mesh
   std::string text;  // the alternatives as a table

@@ -17,8 +17,8 @@ struct LedgerEntry {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
   int64_t disk = 0;
   int64_t device = 0, host = 0;  // the peaks of `total`, by tier
-  int64_t memory = 0;  // peak of device and host together, which budgets compare on the CPU
-  int64_t act = 0;     // measured only: inputs of recomputed units in host memory; not in `total`
+  int64_t memory = 0;            // peak of device and host together; budgets on the CPU limit it
+  int64_t act = 0;  // measured only: inputs of recomputed units in host memory; not in `total`
   int64_t exchanges = 0;  // exchanges with peers in one step; measured: in the last step
 };
 // What the memory of this process consists of now, in bytes. The parts are not exact: `heap` also
@@ -41,7 +41,7 @@ struct LedgerReport {
   std::string strategy;
 };
 
-// A view of a core, for the thread that runs the model.
+// A view of a core, for the model's thread.
 class PENSTOCK_API Report {
  public:
   explicit Report(const Core& core) : state_(core.state_) {}

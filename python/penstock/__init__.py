@@ -5,7 +5,7 @@ loss = engine(batch)
 engine.backward(loss)
 engine.step()
 
-A public name is imported when it is first used, so that a command starts without torch.
+A public name is imported when it is first used, so that commands can start without torch.
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ _TRAINS = "Penstock only trains; call the model under torch.inference_mode()"
 _LINEAR = "use peft, whose adapters train under every strategy"
 _LAYER = "use torch's own layer"
 _COMPILE = "compile the model's blocks with torch.compile() before initialize()"
-_WHOLE = "the engine moves this state itself; its config sections say where it is kept"
+_WHOLE = "the engine moves this state itself; config sections say where the state is kept"
 _DATA = "make batches in the script; pass the length of sequences to the data loader"
 _OFFLOAD = 'set "offload_optimizer" in the config (offload.late_update overlaps the update)'
 _REMOVED = "DeepSpeed 0.19.8 removed it"
 
-# Keys of the table's lines with names that work; for the others a stand-in raises when it is used.
+# Keys of the table's lines whose names work; a name under another key raises when it is used.
 MADE = ("values", "enums", "errors", "settings", "getters")
 
-# Module or name -> what to do instead. The longest one that contains a name applies.
+# Module or name -> what to do instead. The longest entry that contains a name applies.
 _INSTEAD = {
     "deepspeed": "it is internal to DeepSpeed, and the engine has its own",
     "deepspeed.accelerator": "use torch.accelerator; deepspeed.get_accelerator() wraps it",
@@ -166,7 +166,7 @@ def defined(module: str) -> set[str]:
 
 
 def source(module: str, name: str) -> tuple[str, str] | None:
-    """Returns module and name from which a module imports a name; None if it imports none."""
+    """Returns the module and name from which `module` imports `name`; None if it does not."""
     for origin, names in table().get(module, {}).get("from", {}).items():
         for one in names:
             made, _, other = one.partition("=")
@@ -211,7 +211,7 @@ def no_such_name(module: str, name: str, here: set[str]) -> str:
 
 
 def _distance(one: str, other: str) -> tuple[int, str]:
-    """Returns a sort key: how many folders are between two modules; if equal, the first's name."""
+    """Returns a sort key: the number of folders between two modules, then the name of the first."""
     left, right = one.split("."), other.split(".")
     same = sum(1 for a, b in zip(left, right, strict=False) if a == b)
     return len(left) + len(right) - 2 * same, one

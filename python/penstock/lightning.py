@@ -1,13 +1,16 @@
-"""Lightning: `Trainer(accelerator="cpu", strategy=PenstockStrategy(stage=3))`.
+"""Lightning: `Trainer(strategy=PenstockStrategy(stage=3))`.
 
-This is Lightning's DeepSpeed strategy on Penstock. It does not need CUDA. Importing this module
-calls penstock.deepspeed.install().
+This is Lightning's DeepSpeed strategy on Penstock. It does not need CUDA: engines train where the
+trainer does. Importing this module calls penstock.deepspeed.install().
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
+
+import torch
 
 from penstock import deepspeed as as_deepspeed
 
@@ -22,6 +25,13 @@ def _quiet(options: dict[str, Any]) -> dict[str, Any]:
     return {"logging_level": logging.WARNING, **options}
 
 
+def _train_on(device: torch.device) -> None:
+    """Makes get_accelerator() the CPU's for a trainer on the CPU, else the machine's."""
+    of_deepspeed = importlib.import_module("deepspeed.accelerator.real_accelerator")
+    on_cpu = of_deepspeed.CPU_Accelerator() if device.type == "cpu" else None
+    of_deepspeed.set_accelerator(on_cpu)
+
+
 class PenstockStrategy(of_pytorch.DeepSpeedStrategy):
     """The strategy for lightning.pytorch.Trainer.
 
@@ -34,6 +44,7 @@ class PenstockStrategy(of_pytorch.DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         # Skips the method of DeepSpeedStrategy, which needs CUDA.
+        _train_on(self.root_device)
         super(of_pytorch.DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
@@ -49,6 +60,7 @@ class PenstockFabricStrategy(of_fabric.DeepSpeedStrategy):
         super().__init__(**_quiet(options))
 
     def setup_environment(self) -> None:
+        _train_on(self.root_device)
         super(of_fabric.DeepSpeedStrategy, self).setup_environment()
 
     def _setup_distributed(self) -> None:

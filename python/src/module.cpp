@@ -9,8 +9,8 @@ namespace penstock::python {
 
 namespace {
 
-// Paths and damaged files bring bytes into error texts that are not UTF-8. They become \xNN;
-// pybind's own translator would raise a UnicodeDecodeError instead of the error.
+// Paths and damaged files may put bytes that are not UTF-8 into error texts. These bytes become
+// \xNN, because pybind's own translator would raise a UnicodeDecodeError instead of the error.
 template <class Error>
 void bind_error(pybind11::module_& module, const char* name, PyObject* base) {
   static const pybind11::object* const type =

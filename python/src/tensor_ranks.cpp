@@ -10,8 +10,8 @@ namespace penstock::python {
 
 namespace {
 
-// Returns name -> (dim, ranges [begin, end) along it of each rank) of cut parameters. A parameter
-// that is whole, and whose gradients are addends, has the dim -1 and no ranges.
+// Returns name -> (dim, each rank's ranges [begin, end) along dim) for the cut parameters. Whole
+// parameters whose gradients are addends have the dim -1 and no ranges.
 py::dict cuts_of(const TensorRanks& ranks) {
   py::dict cuts;
   for (const auto& [name, cut] : ranks.cuts()) {

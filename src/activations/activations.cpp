@@ -18,8 +18,8 @@ namespace penstock::activations {
 
 namespace {
 
-// Smaller tensors stay where they are, because a disk block or an arena buffer would not be
-// smaller.
+// Smaller tensors stay where they are, because a disk block or an arena buffer has at least this
+// size.
 constexpr int64_t kSmallBytes = mem::kBlockBytes;
 // Copies keep the alignment of the original, because the order in which kernels sum may depend on
 // it.
@@ -46,7 +46,7 @@ View view_of(const at::Tensor& tensor) {
   return view;
 }
 
-// Returns the values to keep, in one dim. For a dense tensor the result is a view.
+// Returns the values to keep as a one-dimensional tensor, which is a view for a dense tensor.
 at::Tensor content_of(const at::Tensor& tensor, const View& view) {
   return view.dense ? tensor.as_strided({view.span}, {1}, tensor.storage_offset())
                     : tensor.contiguous().view(-1);
@@ -204,7 +204,7 @@ struct Activations::SavedTensor {
     return rebuild(content_of(tensor, as), as);
   }
 
-  // Waits for the transfer in flight.
+  // Waits until the disk transfer in flight has ended.
   void arrive() {
     if (offset < 0) return;
     leave();
@@ -221,7 +221,7 @@ struct Activations::SavedTensor {
     }
     source.reset();
     back.reset();
-    // The stream must wait before the memory is given back.
+    // The stream must wait for the copies before the memory is given back.
     if (copied) copied->block(store->device.current());
     if (came) came->block(store->device.current());
     if (offset >= 0 && !extents->disk().done(moving)) {
@@ -240,7 +240,7 @@ struct Activations::SavedTensor {
   }
 
   const std::shared_ptr<Store> store;
-  at::Tensor source;  // defined until it is put away
+  at::Tensor source;  // the original, until put_away()
   const int64_t version;
   const void* const begin;
   const at::ScalarType dtype;
@@ -248,7 +248,7 @@ struct Activations::SavedTensor {
   const int64_t numel, bytes;  // of the kept values
   // While this reference exists, no other storage can get the same address.
   const c10::weak_intrusive_ptr<c10::StorageImpl> origin;
-  mem::Lease memory;  // memory at rest; for values on disk, memory while loaded
+  mem::Lease memory;  // holds the values at rest, or, if they rest on disk, while they are loaded
   std::shared_ptr<mem::Extents> extents;
   int64_t offset = -1;  // in the swap file; -1: not on disk
   mem::DiskTicket moving;

@@ -6,9 +6,9 @@
 // inputs leave the device. Autograd holds the function that save() returned. Each call of the
 // function returns the values (with retain_graph there may be several calls). The bytes are freed
 // with the graph. In between, the plan moves the inputs: put_away() when the unit's forward has
-// ended, bring() one unit ahead of its backward. With a device, the bytes travel on a separate
-// stream, through pinned memory. A backward that the plan did not expect only takes longer, because
-// the function then fetches the missing values.
+// ended, and bring() while the backward before the unit's own runs. With a device, the bytes travel
+// on a separate stream, through pinned memory. A backward that the plan did not expect only takes
+// longer, because the function then fetches the missing values.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
@@ -26,8 +26,8 @@
 
 namespace penstock::activations {
 
-// Only the compute thread may use it and call the functions that save() returns. These functions
-// may be destroyed on any thread and may outlive this object.
+// Only the model's thread may use this object and call the functions that save() returns. These
+// functions may be destroyed on any thread and may outlive this object.
 class Activations {
  public:
   explicit Activations(Tier hold, const device::Device& device = device::Device::host());
@@ -42,8 +42,9 @@ class Activations {
   // changed in place before it was put away. Small tensors, parameters, and tensors that are not
   // plain stay where they are.
   std::function<at::Tensor()> save(int unit, const at::Tensor& input);
-  // Moves what the unit saved since the last call to its tier. Throws RuntimeFault if the disk is
-  // too full (the inputs then stay where they are) or if the unit changed its input in place.
+  // Moves to its tier what the unit saved since the last put_away(). Throws RuntimeFault if the
+  // disk is too full (the inputs then stay where they are) or if the unit changed its input in
+  // place.
   void put_away(int unit, const std::string& name);
   // Starts to read the inputs that the unit's last forward saved and that are still needed.
   void bring(int unit);

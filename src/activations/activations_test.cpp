@@ -171,13 +171,13 @@ TEST_P(ActivationsTest, MemoryHoldsOneUnitOnItsWayToDisk) {
   EXPECT_EQ(acts_->peak_bytes(), std::max<int64_t>(2, in_memory) * bytes);
   EXPECT_EQ(acts_->live_bytes(), 0);
   fetches.push_back(put(0, at::randn({bytes / 4})));
-  EXPECT_EQ(acts_->disk_bytes(), GetParam() == Tier::kDisk ? 8 * bytes : 0) << "it grew again";
+  EXPECT_EQ(acts_->disk_bytes(), GetParam() == Tier::kDisk ? 8 * bytes : 0) << "grew again";
 }
 
 TEST_P(ActivationsTest, WhatUnitsShareIsKeptOnceInAForward) {
   at::Tensor mask = at::randn({4096});
   const Fetch a = put(1, mask), b = put(2, mask), c = put(3, mask.view({64, 64}));
-  EXPECT_TRUE(at::equal(a(), mask));  // no memory of it is left
+  EXPECT_TRUE(at::equal(a(), mask));  // also frees the loaded copy
   const int64_t once = acts_->live_bytes();
   EXPECT_EQ(once, 4096 * 4);
   const at::Tensor pieces[] = {mask.slice(0, 1000, 3000), mask.slice(0, 1, 4000, 2),
@@ -212,7 +212,7 @@ TEST_P(ActivationsTest, AnotherTensorAtTheSameAddressIsAnother) {
 TEST_P(ActivationsTest, InPlaceChangesAreRefusedUntilItIsPutAway) {
   at::Tensor input = at::randn({4096});
   const Fetch early = acts_->save(1, input);
-  EXPECT_TRUE(at::equal(early(), input)) << "before it is put away";
+  EXPECT_TRUE(at::equal(early(), input)) << "before put_away()";
   input.add_(1);
   EXPECT_THROW(early(), RuntimeFault);
   try {

@@ -21,8 +21,8 @@ inline constexpr int kBoardLanes = 16;
 inline constexpr int kBoardLines = 200;  // the last lines of the plan
 inline constexpr int kBoardText = 120;
 
-// Owned by a group. Only one thread at a time may call wait_*() for a lane. Only the thread that
-// runs the model may call at() and log(). Any thread may call status().
+// Owned by a group. Only one thread at a time may call wait_*() for a lane. Only the model's thread
+// may call at() and log(). Any thread may call status().
 class Board {
  public:
   // `report_dir`: folder for reports of faults ("" = none).
@@ -90,7 +90,7 @@ inline void take_turn(Board* board, const std::string& kind, const std::string& 
 }
 
 // Records that the call ended early on this rank: "left its forward because of an error". `owes`:
-// it has not made all of its collectives. The board may be null.
+// the call has not made all of its collectives. The board may be null.
 inline void leave_turn(Board* board, const std::string& error, bool owes) {
   if (board != nullptr) board->turns().raised(error, owes);
 }

@@ -4,10 +4,10 @@
 // [Note: Turns] All ranks must make the same calls that run collectives. A rank that makes another
 // call, or that raises an error, stops making the collectives that the others wait for. So a rank
 // that has waited for a second asks the rank that it waits for: the question contains the asking
-// rank's last turns and the collective in which it waits. The rank that is asked compares this with
-// its own turns and waits. If they contradict each other in two questions in a row, it ends the
-// exchanges of all ranks, with the difference as the reason. Nothing is sent while no rank waits
-// that long.
+// rank's last turns and the collective in which it waits. The rank that is asked compares them with
+// its own turns and with the collective in which it waits itself. If they contradict each other in
+// two questions in a row, it ends the exchanges of all ranks, with the difference as the reason. No
+// question is sent while no rank waits that long.
 #include <cstdint>
 #include <deque>
 #include <mutex>
@@ -28,7 +28,7 @@ struct Turn {
 struct Standing {
   int rank = 0;
   int64_t begun = 0;       // number of turns so far
-  std::deque<Turn> turns;  // the last of them
+  std::deque<Turn> turns;  // the last turns
   std::string lane;        // "" if it does not wait
   int64_t sequence = 0;    // of the collective
   uint32_t tag = 0;        // of the collective
@@ -53,9 +53,9 @@ class TurnLog {
   std::deque<Turn> turns_{{"start", "started", std::string(), false}};  // guarded by mutex_
 };
 
-// Returns why the rank that asks waits for this rank in vain, or "". `status`: of this rank.
+// Returns why the rank that asks waits for this rank in vain, or "". `status`: this rank's status.
 std::string difference(const Standing& asks, const Standing& own, const RankStatus& status);
-// Whether an error text came from difference().
+// Returns whether an error text came from difference().
 bool is_difference(const std::string& text);
 
 }  // namespace penstock

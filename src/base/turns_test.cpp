@@ -10,7 +10,7 @@ namespace penstock {
 namespace {
 
 // The ranks' turns, one letter per turn: F forward, B backward, S step. A lower-case letter is a
-// turn that ended in an error, and e a forward that ended in one after its collectives.
+// turn that ended in an error; e is a forward that ended in an error after its collectives.
 Standing standing(int rank, const std::string& letters) {
   TurnLog turns;
   for (const char letter : letters) {
@@ -41,7 +41,7 @@ TEST(Turns, FindDifferentCalls) {
            {"FBF", "FBfF", "rank 0 left F; rank 1 raised no error"},
            {"FBFB", "FBfF", "rank 1 did B, but rank 0 did F; before that, rank 0 left F"},
            {"FBf", "FBf", ""},
-           {"FBfF", "FBf", ""},  // it caught the same error and went on
+           {"FBfF", "FBf", ""},  // rank 1 caught the same error and continued
            {"FBf", "FB", ""},
            {"FBF", "FBe", ""},
            {"FBFF", "FBe", ""},

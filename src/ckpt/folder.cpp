@@ -101,7 +101,7 @@ void check_replaceable(const std::string& target) {
                             "\" exists and is not a checkpoint; save under another tag"));
 }
 
-// Only checkpoints with the names of steps are removed.
+// Removes only checkpoints that are named after steps.
 void prune(const std::string& root, int keep) {
   std::vector<std::string> all = tags(root);
   std::erase_if(all, [](const std::string& tag) { return !tag.starts_with(kStep); });
@@ -242,7 +242,7 @@ std::string Draft::commit(int keep) {
     if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
     remove_all(away);
   }
-  // The checkpoint exists now, and later errors say so.
+  // The checkpoint exists now, so later errors say that it is complete.
   path_.clear();
   try {
     sync_folder(root_);

@@ -22,7 +22,7 @@ void sync_folder(const std::string& path);
 // Removes as much as it can and reports no errors.
 void remove_all(const std::string& path);
 bool exists(const std::string& path);
-// Reads `bytes` bytes at `offset` of an open file. Returns "", or why it did not read them all.
+// Reads `bytes` bytes at `offset` of an open file. Returns "", or why not all of them were read.
 std::string read_at(int file, int64_t offset, int64_t bytes, void* to);
 // "PATH: 12.00 GiB wanted, 3.10 GiB free: No space left on device"
 std::string space_error(const std::string& path, int64_t bytes, int error);
@@ -55,8 +55,8 @@ class Draft {
 
 // ---- complete checkpoints
 // Returns the tags of the complete checkpoints: first the one that `latest` names, then the other
-// tags from newest to oldest. Returns an empty list if the folder does not exist. If `latest` is
-// there and names none of them, prints a line on stderr.
+// tags from newest to oldest. Returns an empty list if the folder does not exist. If `latest`
+// exists and names none of them, prints a line on stderr.
 std::vector<std::string> tags(const std::string& root);
 
 }  // namespace penstock::ckpt

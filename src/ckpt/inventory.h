@@ -20,12 +20,12 @@ namespace penstock::ckpt {
 struct Global {
   std::string name;
   std::vector<int64_t> shape;
-  int64_t begin = 0;  // index of its first element in the tensor
+  int64_t begin = 0;  // index of the parameter's first element in the tensor
 };
 using GlobalOf = std::function<Global(int unit, const exec::Slot& slot)>;
 
 // One buffer of training state, as it is between steps. The pointers are valid until the executor
-// runs.
+// runs again.
 struct Holding {
   int unit = 0;
   exec::Flat* flat = nullptr;
@@ -52,8 +52,8 @@ std::vector<Holding> holdings(exec::Executor& executor, int rank,
 // Ranks that hold the same values divide the work among them, in whole blocks.
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank);
 
-// Elements [begin, begin + numel) of one parameter's tensor, which begin at element `at` of the
-// flat.
+// Elements [global.begin, global.begin + numel) of a tensor. The first of them is element `at` of
+// the flat.
 struct StatePiece {
   Global global;
   int64_t numel = 0;

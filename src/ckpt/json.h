@@ -12,7 +12,7 @@ using Json = nlohmann::ordered_json;  // keeps the order of the users' keys
 
 // Throws Damaged if the text is not JSON, repeats a key, or is nested more than 256 levels deep.
 Json parse_json(std::string_view text, const std::string& what);
-// Returns the text in ASCII and cut to 200 characters, for messages: other bytes become \xNN.
+// Returns the text for messages: in ASCII (other bytes become \xNN) and cut to 200 characters.
 std::string printable(std::string_view text);
 // Returns the JSON on one line. Throws ConfigError for text that is not UTF-8.
 std::string dump(const Json& json);

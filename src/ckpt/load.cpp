@@ -213,7 +213,7 @@ void check_tied(TensorReader& reader, const Manifest& manifest, const TensorLoad
     }
     if (same) continue;
     throw ConfigError(concat("[ckpt::load] \"", other, "\" differs from \"", own,
-                             "\", but the model ties the two"));
+                             "\" in the checkpoint, but the model ties the two"));
   }
 }
 
@@ -266,7 +266,7 @@ struct Filling {
   }
 
   void into_buffer(const Holding& holding) {
-    target.executor.traffic().settle();  // at most one buffer is in memory
+    target.executor.traffic().settle();  // so that at most one buffer is in memory
     target.executor.traffic().make_room(*holding.buffer, holding.account);
     const device::Address to = holding.buffer->data();
     if (to.device == nullptr) {
@@ -285,7 +285,8 @@ struct Filling {
     int64_t numel = 0;
     for (const Holding& part : parts) numel += part.numel();
     mem::Lease room;
-    std::vector<char> spare;  // takes part in the collective even if there is no memory
+    // Used if the arena has no memory, so that this rank can still take part in the collective.
+    std::vector<char> spare;
     try {
       room = target.tiers.host.take(numel * 4, mem::Account::kBuffers);
     } catch (const RuntimeFault& full) {

@@ -1,6 +1,7 @@
 #pragma once
 // Load: reads any checkpoint into this run's state. The number of ranks, the strategy and the tiers
-// may differ from the run that wrote it. Each rank reads only the state that it holds.
+// may differ from those of the run that wrote the checkpoint. Each rank reads only the state that
+// it holds.
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -48,7 +49,8 @@ struct Target {
   std::set<std::string> elsewhere{};  // parameters of other stages; those stages check them
 };
 
-// Returns whether the checkpoint has the parameter, under this name or another one of a tied weight.
+// Returns whether the checkpoint has the parameter, under this name or another name of a tied
+// weight.
 bool has_parameter(const Manifest& manifest, const TensorLoadOptions& options,
                    const std::string& name);
 
@@ -61,7 +63,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
 // same values. Throws ConfigError or Damaged.
 void check_tied(TensorReader& reader, const Manifest& manifest, const TensorLoadOptions& options);
 
-// [all ranks] Fills every copy. After an error it still takes part in all collectives and then
+// [all ranks] Fills every copy. After an error, fill() still takes part in all collectives and then
 // returns the error text. In that case the state is a mix of old and new values.
 std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
                  const TensorLoadOptions& options);

@@ -176,12 +176,13 @@ Manifest Manifest::parse(std::string_view text, bool complete) {
 }
 
 Manifest Manifest::read(const std::string& path, std::string* text) {
-  // Another file may be there by mistake. Its first byte shows that without reading all of it.
+  // The path may lead to another file by mistake. The first byte shows this without reading the
+  // whole file.
   const bool begins = read_head(path, 1) == "{";
   const std::string all = begins ? read_text(path) : "";
   if (text != nullptr) *text = all;
   try {
-    if (!begins) throw Damaged("[ckpt::manifest] it does not begin like a manifest");
+    if (!begins) throw Damaged("[ckpt::manifest] the file does not begin like a manifest");
     return parse(all);
   } catch (const Damaged& damage) {
     throw Damaged(concat(damage.what(), ", in \"", path, "\""));

@@ -55,8 +55,8 @@ struct Manifest {
   // Throws Damaged if the text has a wrong version, a wrong checksum, or invalid names, sizes or
   // offsets. If `complete` is set, it also throws Damaged for a tensor with gaps.
   static Manifest parse(std::string_view text, bool complete = true);
-  // Reads the manifest file of a checkpoint. Errors of parse() then name the file. `text`, if set,
-  // becomes the file's text. Throws RuntimeFault if the file cannot be read.
+  // Reads the manifest file of a checkpoint. Errors of parse() then name the file. `*text`, if
+  // `text` is not null, receives the file's text. Throws RuntimeFault if the file cannot be read.
   static Manifest read(const std::string& path, std::string* text = nullptr);
 
   const Tensor* find(const std::string& key) const;

@@ -2,10 +2,11 @@
 // PendingWrites: the parts of a save that are not written yet, and the places of their bytes.
 //
 // [Note: Behind training's back] State that only the engine changes is not copied when a save
-// begins. The thread of the save writes it directly from its resting place. Code that is about to
-// change this state (the optimizer, a write to swap) calls the ChangeWatch first. If the state is
-// not written yet, the call copies it if it is in memory, or waits until it is written if it is on
-// disk. So a save uses memory only for state that training changes before the save has written it.
+// begins. The thread of the save writes it directly from where it rests. Code that is about to
+// change this state (the optimizer, a write to swap) calls the ChangeWatch first. If the save has
+// not written this state yet, the call copies state in memory, and waits until state on disk is
+// written. So a save uses memory only for state that training changes before the save has written
+// it.
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>

@@ -28,7 +28,7 @@ class PendingTest : public testing::Test {
     pending_.add(std::move(on_disk), false);
   }
 
-  // Runs `work` on a thread. Returns whether it has returned after a while.
+  // Runs `work` on a thread. Returns whether `work` returns within 100 ms.
   bool returns(const std::function<void()>& work) {
     waiter_ = std::thread([this, work] {
       work();

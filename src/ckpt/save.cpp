@@ -48,7 +48,7 @@ class Save::Bounce {
   static_assert(kDirect + 2 == ShardWriter::kBatches);
 
   int64_t part_bytes() const { return part_bytes_; }
-  // Returns room for `bytes`, in whole blocks, at most one part.
+  // Returns room for `bytes`, rounded up to whole blocks; at most one part.
   char* take(int64_t bytes) {
     const int64_t size = block_padded(bytes);
     if (used_ + size > part_bytes_) {
@@ -164,7 +164,7 @@ void Save::capture(Source& source, bool behind, bool* stays) {
   const mem::Buffer& buffer = *source.holding.buffer;
   const bool edited = source.holding.edits != nullptr && source.numel > 0;
   if (buffer.on_disk()) {
-    source.offset = buffer.offset + source.first * dtype_bytes(buffer.dtype);  // at a block
+    source.offset = buffer.offset + source.first * dtype_bytes(buffer.dtype);  // block-aligned
     if (edited) source.edits = edits_of(source, nullptr).clone();
     return;
   }
@@ -335,7 +335,7 @@ std::string Save::write() {
     std::remove((folder_ + "/" + layout_.file.name).c_str());
     write_text(folder_ + "/" + file_name(rank_, ".failed"), error);
   } catch (const std::exception&) {
-    // The error could not be written either. Rank 0 then reports that this part is late.
+    // This error could not be written either, so rank 0 will report that this part is late.
   }
   return error;
 }

@@ -51,9 +51,9 @@ class Save {
   int64_t bytes() const;  // size of the shard
   // Makes the file in `folder`. Throws RuntimeFault if there is not enough space.
   void open(const std::string& folder);
-  // Fixes the state to save: later changes by training are not saved ([Note: Behind training's
-  // back]). If `behind` is false, the state must not change until write() returns. Compute thread
-  // only.
+  // Captures the state to save: later changes by training are not saved ([Note: Behind training's
+  // back]). If `behind` is false, the state must not change until write() returns. Called only by
+  // the model's thread.
   void capture(bool behind);
   // Writes the shard. Any thread may call it. It does not throw: it reports an error to rank 0 and
   // returns the error text.

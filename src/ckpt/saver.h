@@ -21,7 +21,7 @@ struct MergeStep {
   std::chrono::milliseconds timeout{};
 };
 
-// Used by the compute thread.
+// Used only by the model's thread.
 class Saver {
  public:
   ~Saver() { finish_alone(); }

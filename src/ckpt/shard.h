@@ -48,7 +48,7 @@ struct ShardLayout {
 // Places the regions and adds to each tensor the slices of its runs.
 ShardLayout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors);
 
-// Makes the file and claims its space. Any thread may use it, but only one at a time.
+// Makes the file and claims its space. Any thread may use the writer, but only one at a time.
 class ShardWriter {
  public:
   static constexpr int kBatches = 6;
@@ -92,8 +92,8 @@ class ShardReader {
   ShardReader(const ShardReader&) = delete;
   ShardReader& operator=(const ShardReader&) = delete;
 
-  // Throws Damaged if a checksum does not match. The first call also checks that the checksums are
-  // those that the manifest describes, so files cannot be swapped.
+  // Throws Damaged if a checksum does not match. The first call also compares the table of
+  // checksums with the manifest, so a swapped file is noticed.
   void read(int64_t offset, int64_t bytes, char* to);
   // Checks every byte of the file, and its header against the manifest's slices.
   void verify(const Manifest& manifest, int index);

@@ -1,6 +1,6 @@
 #pragma once
-// WeightsFile: a file of weights that is read in parts, when they are needed. It stays open, so the
-// file may be renamed or unlinked meanwhile. Usable from any thread.
+// WeightsFile: a file of weights that is read in parts, when they are needed. The file stays open,
+// so it may be renamed or unlinked in the meantime. Usable from any thread.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -20,11 +20,12 @@ class PENSTOCK_API WeightsFile {
   WeightsFile& operator=(const WeightsFile&) = delete;
 
   // Reads `numel` values of the dtype `from`, beginning at byte `offset`, and stores them at `to`
-  // in the dtype `into`, converted as Tensor::copy_() does. Memory: at most 4 MiB. Throws
-  // RuntimeFault if the file ends or was changed since it was opened.
+  // in the dtype `into`, converted as Tensor::copy_() does. Uses at most 4 MiB of memory. Throws
+  // RuntimeFault if the file is too short or was changed since it was opened.
   void read(int64_t offset, int64_t numel, at::ScalarType from, at::ScalarType into,
             void* to) const;
-  // Returns a hash of the file's size and of bytes at 256 places, to compare the files of ranks.
+  // Returns a hash of the file's size and of bytes at 256 places, for comparing the files of
+  // different ranks.
   uint64_t print() const;
 
  private:
@@ -33,7 +34,7 @@ class PENSTOCK_API WeightsFile {
 
   const std::string path_;
   int fd_ = -1;
-  int64_t bytes_ = 0, changed_ns_ = 0;  // at the opening
+  int64_t bytes_ = 0, changed_ns_ = 0;  // when the file was opened
 };
 
 }  // namespace penstock

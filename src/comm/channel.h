@@ -44,10 +44,10 @@ struct GatherBuffer {
   int64_t shard_bytes = 0;
 };
 
-// `partial` holds `numel` addends. The sum over the members is scaled by `scale`. Shard `index` of
-// the sum is written to `result`, or added to `result` if `accumulate` is set. `result` may be that
-// shard of `partial`. `scratch` has room for (members - 1) shards of `dtype`, or for `members`
-// shards if it is device memory.
+// `partial` holds `numel` addends of this rank. The sum over the members is scaled by `scale`. This
+// rank's shard of the sum is written to `result`, or added to `result` if `accumulate` is set.
+// `result` may be the same shard of `partial`. `scratch` has room for (members - 1) shards of
+// `dtype`, or for `members` shards if it is device memory.
 struct ReduceBuffer {
   device::Address partial, scratch, result;
   Dtype dtype = Dtype::kFp32, result_dtype = Dtype::kFp32;
@@ -77,8 +77,8 @@ struct Staging {
 // moves as many bytes as a ring and adds in member order, in fp32. The plan decides how sums use
 // the links between nodes (sum_wide()).
 //
-// After its first call, a collective allocates no memory and makes no text. Only share() does so on
-// every call.
+// After its first call, a collective allocates no memory and makes no text. Only share() does both
+// on every call.
 //
 // [Note: Tiles] If the group passes on received data tile by tile (Group::exchange_tiles), a shard
 // is summed tile by tile while the tiles are in the cache, and the scratch is not used. The result
@@ -112,8 +112,8 @@ class Channel {
   // Number of Group::exchange calls since construction. Any thread.
   int64_t exchanges() const { return sequence_.load(std::memory_order_relaxed); }
 
-  static constexpr int kDirect = 8;                // members
-  static constexpr int64_t kByDoubling = 8 << 10;  // bytes of all shards of a member
+  static constexpr int kDirect = 8;                // most members with direct sends
+  static constexpr int64_t kByDoubling = 8 << 10;  // most bytes of a member's shards for doubling
 
   // All buffers travel together. Nothing else may use `staging` until the call returns. If
   // `staging` is empty, nothing is packed.
@@ -172,7 +172,7 @@ class Channel {
   const int lane_;                     // index on the group's board
   std::atomic<int64_t> sequence_ = 0;  // sequence number of the next exchange
   int64_t step_ = 0;
-  // State of the current collective. It is kept in members so that its memory is reused.
+  // State of the current collective. It is kept in data members so that its memory is reused.
   struct PeerBytes {
     int peer = 0;
     device::Address data;

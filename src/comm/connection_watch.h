@@ -16,8 +16,8 @@ inline constexpr int kLifelineTag = 0x7fffffff;
 
 class ConnectionWatch {
  public:
-  // Calls `cut` at most once, on its own thread, unless this object is destroyed first. The back
-  // end must have point-to-point operations that can be aborted (gloo).
+  // This object's own thread calls `cut` at most once, unless the object is destroyed first. The
+  // back end must have point-to-point operations that can be aborted (gloo).
   ConnectionWatch(c10::intrusive_ptr<c10d::Backend> backend, int peer,
                   std::function<void(const std::string& why)> cut);
   ~ConnectionWatch();

@@ -12,8 +12,8 @@ namespace penstock::comm {
 
 namespace {
 
-// Time between two looks; age after which a collective is shown; time between two checks in
-// abort().
+// In this order: time between two calls of look(), age after which a collective is shown, and time
+// between two checks in abort().
 constexpr std::chrono::milliseconds kLook{500};
 constexpr std::chrono::seconds kShown{1};
 constexpr std::chrono::milliseconds kPoll{5};

@@ -69,7 +69,7 @@ class DeviceCollectives {
  private:
   struct Queued {
     Pending pending;
-    std::optional<c10::Event> end;  // unset while it is being queued, which may wait for a peer
+    std::optional<c10::Event> end;  // unset while it is being queued; queueing may wait for a peer
   };
   void forget_ended();
 
@@ -79,7 +79,7 @@ class DeviceCollectives {
   bool aborted_ = false;
   std::optional<c10::Device> device_;              // of the collectives
   std::deque<Queued> queued_;                      // in order
-  std::chrono::steady_clock::time_point ended_{};  // when the last finished collective was seen
+  std::chrono::steady_clock::time_point ended_{};  // when a finished collective was last seen
 };
 
 }  // namespace penstock::comm

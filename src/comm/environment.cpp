@@ -51,7 +51,8 @@ const Launcher* launcher() {
   for (const Launcher& one : kLaunchers) {
     const bool rank = !variable(one.rank).empty(), size = !variable(one.size).empty();
     if (rank && size) return &one;
-    // Only RANK without WORLD_SIZE is an error; an incomplete pair of MPI or Slurm is ignored.
+    // RANK without WORLD_SIZE is an error. An incomplete pair of MPI's or Slurm's variables is
+    // ignored.
     if (rank && one.job == nullptr) {
       throw ConfigError(concat("[comm::from_environment] ", one.rank, " is set and ", one.size,
                                " is not: a launcher sets both"));

@@ -14,14 +14,14 @@ namespace {
 
 constexpr const char* kClose = "close";
 constexpr const char* kFault = "fault";
-constexpr const char* kQuestion = "question ";  // the question follows
+constexpr const char* kQuestion = "question ";  // prefix of a question
 // Answers to the last call. Any other answer is the reason why the ranks cannot close together.
 constexpr const char* kAllWell = "all well";
 constexpr const char* kSomeFailed = "some failed";
 
 std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
-// Whether the rank gathers parameters there. It gathers them in the order of its forward.
+// Returns whether a rank at this position gathers parameters, in the order of its forward.
 bool gathers(const std::string& position) {
   return position.find(" param all_gather") != std::string::npos;
 }
@@ -127,11 +127,11 @@ void LostRanks::hear(const std::string& why) {
 
 void LostRanks::ask(int rank, const std::string& question) {
   try {
-    // A wait of another thread may hold the connection `store_` for long.
+    // A wait of another thread may hold the connection `store_` for a long time.
     if (!asking_) asking_ = store_->clone();
     wake(*asking_, rank, kQuestion + question);
   } catch (const std::exception&) {
-    // The store's host is dead. Waits for that rank end by themselves.
+    // The store's host is dead. Any wait for that rank ends on its own.
   }
 }
 
@@ -183,7 +183,7 @@ std::string LostRanks::collect(const std::string& error) {
 std::string LostRanks::call(const std::string& error) {
   try {
     if (store_->check({key("difference", 0)})) return get_text(*store_, key("difference", 0));
-    // The first rank that counts this key holds the roll call. The other ranks repeat its verdict.
+    // The first rank that increments this key holds the roll call. The others repeat its verdict.
     const bool first = store_->add(key("hand", 0), 1) == 1;
     store_->set(key("here", rank_), bytes_of(here()));
     if (!first) {

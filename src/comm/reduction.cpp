@@ -52,7 +52,8 @@ Reduction::Reduction(const ReduceOp& op, at::ScalarType dtype, int ranks)
               "[comm::Reduction] the reduce operation is not set (UNUSED)");
   if (op_ == ReduceOp::AVG) scale_ = 1.0 / ranks;
   if (op_ != ReduceOp::PREMUL_SUM) return;
-  // All back ends use this class. Its name is the only one that exists in all versions of torch.
+  // All back ends use this class, not only NCCL. No other name for it exists in all versions of
+  // torch.
   const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK(given != nullptr && !given->tensor_factor.defined(),
               "[comm::Reduction] PREMUL_SUM needs a number as its factor, not a tensor");

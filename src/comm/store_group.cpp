@@ -13,10 +13,9 @@ namespace penstock::comm {
 
 namespace {
 
-// Time that the device gets to finish the collectives of a rank that has closed its engine on its
-// own.
+// Time for the device to finish collectives with a rank that closed its engine before the others.
 constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
-// Seconds that a wait lasts before its first question, and at most between two later ones.
+// Seconds after which a wait asks its first question, and the longest time between later questions.
 constexpr double kAsk = 1.0, kAskOften = 5.0;
 constexpr std::chrono::milliseconds kAskLook{500};
 
@@ -141,8 +140,8 @@ void StoreGroup::neighbour_left(const std::string& error) {
   end_exchanges(why);
 }
 
-// Runs on the watchdog's thread: asks the peers of long waits. Returns the time until the next
-// look.
+// Runs on the watchdog's thread. Asks the peers that long waits are waiting for. Returns the time
+// until the next call.
 std::chrono::milliseconds StoreGroup::ask(Board& board) {
   Standing mine = board.turns().standing(rank_);
   for (const RankStatus::Lane& lane : board.status().lanes) {

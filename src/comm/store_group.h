@@ -55,8 +55,8 @@ class StoreGroup : public Group {
   std::chrono::milliseconds limit();
   void waits_for(uint32_t tag, int peer) { watch_->board().waits_for(tag, peer); }
   std::string ended();
-  // Makes the watchdog also watch the device's collectives, which no exchange waits for on the
-  // host.
+  // Makes the watchdog also watch the device's collectives, for which no exchange on the host
+  // waits.
   void look_at_device();
   void neighbour_left(const std::string& error);
   // Clears the reasons that ended the exchanges. For renew().
@@ -81,7 +81,7 @@ class StoreGroup : public Group {
   std::atomic<bool> met_ = false;
   std::string lost_;  // guarded by mutex_: the error of the first failed exchange
   std::string left_;  // guarded by mutex_: why a neighbour's connection was closed
-  std::map<std::string, double> asked_;  // by lane: age of its wait when it asked last
+  std::map<std::string, double> asked_;  // by lane: age of its wait when it last asked
   std::mutex answers_;
   bool answers_questions_ = false;  // guarded by answers_
   // By rank and lane that asked: the last difference. Guarded by answers_.

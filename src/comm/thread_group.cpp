@@ -1,5 +1,5 @@
-// Group whose ranks are threads of one process. They share a mailbox with one lock. Tests and
-// native programs use it. A rank that fails or closes ends the waits of the other ranks.
+// Group whose ranks are threads of one process, used by tests and native programs. The ranks share
+// a mailbox with one lock. A rank that fails or closes ends the waits of the other ranks.
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -17,7 +17,7 @@
 namespace penstock {
 namespace {
 
-// The ranks of one group share it through a shared_ptr. `mutex` guards everything.
+// The ranks of one group share one mailbox through a shared_ptr. `mutex` guards all members.
 struct Mailbox {
   std::mutex mutex;
   std::condition_variable changed;
@@ -28,7 +28,7 @@ struct Mailbox {
   std::vector<std::string> ended;  // by rank: why its exchanges have ended, or "" if they have not
   std::string verdict;
   // For the last call: the number of ranks that made it, the fault of the first failed rank, and
-  // the reason why it was refused.
+  // the reason why the call was refused.
   int came = 0;
   std::string fault, refusal;
   std::shared_ptr<Mailbox> next;  // the mailbox after renew()
@@ -123,7 +123,7 @@ class ThreadGroup final : public Group {
   void renew() override {
     const std::shared_ptr<Mailbox> old = mailbox_;
     const std::lock_guard lock(old->mutex);
-    // The first rank to call makes the new mailbox for all.
+    // The first rank that calls makes the new mailbox for all ranks.
     if (!old->next) old->next = make_mailbox(size_);
     mailbox_ = old->next;
   }

@@ -9,8 +9,8 @@ inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 36
 // Minimum timeout of the first exchange. Ranks arrive at different times, because imports and
 // connections do not take equally long on all of them.
 inline constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
-// Time that a failed rank waits: by then messages in flight have arrived, and exchanges whose peers
-// all take part have finished.
+// How long a failed rank waits before it ends exchanges. By then, messages in flight have arrived,
+// and exchanges in which all peers take part have finished.
 inline constexpr std::chrono::milliseconds kInFlight = std::chrono::seconds(1);
 
 }  // namespace penstock::comm

@@ -46,7 +46,8 @@ void Watchdog::to_stderr(const std::string& line) { std::fputs(line.c_str(), std
 void Watchdog::run() {
   std::unique_lock lock(mutex_);
   while (!closing_) {
-    // The looks run without the lock, because `also` may end exchanges, which takes other locks.
+    // look() and `also` run without the lock, because `also` may end exchanges, which takes other
+    // locks.
     const Look also = also_;
     renewed_ = false;
     lock.unlock();
@@ -79,7 +80,7 @@ std::chrono::milliseconds Watchdog::look() {
                 ": waiting ", static_cast<int64_t>(lane.line.age_s), " s for ", whom, " in `",
                 lane.line.text, "`; `penstock status ", status.pid, "` shows all ranks\n"));
   }
-  // The time is rounded up, so that the wait is due at the next look.
+  // The time is rounded up, so that the wait is due at the next call.
   return std::chrono::milliseconds(static_cast<int64_t>(quiet_s * 1e3) + 1);
 }
 

@@ -36,7 +36,8 @@ TEST(Watchdog, SaysOnceWhichWaitIsLong) {
                    0),
         0U)
         << line;
-    // The wait of another lane is another line. When it appears, the first lane was checked again.
+    // The wait of the other lane prints a second line. By then the first lane has been checked
+    // again.
     const Waiting other(&watch.board(), reduce, {7, 3, 98}, "move u1 grad");
     while (lines < 2) std::this_thread::yield();
   }

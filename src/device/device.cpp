@@ -68,7 +68,7 @@ void Device::used_on(const c10::DataPtr& memory, const c10::Stream& stream) cons
   c10::impl::VirtualGuardImpl(where_.type()).recordDataPtrOnStream(memory, stream);
 }
 
-// Torch's caching allocator keeps what it has freed, so these bytes are free, too.
+// Torch's caching allocator keeps memory that tensors have freed, so these bytes are also free.
 std::optional<int64_t> Device::free_bytes() const {
   auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(where_.type()));
   if (allocator == nullptr) return std::nullopt;

@@ -1,6 +1,6 @@
 #pragma once
-// Device: where parameters compute, the host's processors or an accelerator. Only torch's generic
-// interfaces are used, so nothing here depends on the accelerator's kind.
+// Device: where the model computes, either the host's processors or an accelerator. Only torch's
+// generic interfaces are used, so nothing here depends on the accelerator's kind.
 //
 // [Note: Order on a device] Work that a thread queues goes to the thread's current stream. Device
 // memory, and pinned memory used by device copies, is freed in the order of the stream that is
@@ -9,7 +9,7 @@
 //
 // [Note: Contexts] A thread begins on device 0. If it records or frees an event of another device,
 // it switches there and back, which makes a context on device 0, too (0.5 GB on a GPU). So every
-// thread that works with events first makes their device its own.
+// thread that works with events first makes the events' device its current device.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
@@ -34,7 +34,7 @@ class Device {
 
   bool is_host() const { return where_.is_cpu(); }
   c10::Device where() const { return where_; }
-  // Returns the address of this device's memory at `at`.
+  // Returns `at` as an address in this device's memory.
   Address at(void* at) const { return {at, is_host() ? nullptr : this}; }
 
   c10::Stream current() const;  // the calling thread's stream
@@ -58,7 +58,7 @@ class Device {
 };
 
 at::ScalarType scalar_type(Dtype dtype);
-// The inverse. Returns nothing for a type that the engine does not compute in.
+// The inverse of scalar_type(). Returns nothing for a type in which the engine does not compute.
 std::optional<Dtype> find_dtype(at::ScalarType type);
 // Returns the values at `at` as a one-dimensional tensor that does not own them.
 at::Tensor view(Address at, Dtype dtype, int64_t numel);

@@ -14,8 +14,8 @@
 
 namespace penstock::device {
 
-// Set once, by a lane. Copies of a fence share one state, since lanes and waiting threads end in
-// any order. A default fence is already done.
+// Set once, by a lane. Copies of a fence share one state, since lanes and waiting threads may end
+// in any order. A default fence is already done.
 //
 // On a device, a lane's work may be queued and not yet done. The fence then has two halves: the
 // host's half (the lane has queued the work) and the device's half (the work is done).

@@ -28,7 +28,7 @@ void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t 
 // A value was edited if it differs from the rounded value of `kept`. Copies edited values to
 // `kept`; all other elements of `kept` keep their lower bits.
 void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel);
-// Returns the first edited index, or -1.
+// Returns the index of the first edited value, or -1.
 [[nodiscard]] int64_t first_edit(const void* kept, Dtype kept_dtype, const void* values,
                                  Dtype dtype, int64_t numel);
 

@@ -21,8 +21,8 @@ void zero(Address at, int64_t bytes);
 // Blocks if values of a device are added to host memory.
 void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
           bool accumulate);
-// take() that also returns whether every value of `from` is finite. This is only computed on the
-// host; on a device it always returns true.
+// take() that also returns whether every value of `from` is finite. Only the host computes this; on
+// a device, take_checked() always returns true.
 [[nodiscard]] bool take_checked(Address to, Dtype to_dtype, Address from, Dtype from_dtype,
                                 int64_t numel, bool accumulate);
 
@@ -39,9 +39,9 @@ void scale(Address values, int64_t numel, float factor);  // fp32
 // values to that dtype in memory: 8 bytes per value for a sum in double. Only bf16 and fp16 are
 // summed in fp32 without a copy. So no reduction here asks for another dtype.
 
-// Returns the sum of squares of values on a device, as a scalar there in double. The values are
-// summed in fp32, so squares that overflow fp32 give infinity; exact_squares_on_device() sums in
-// double, in 8 more bytes of device memory per value.
+// Returns the sum of squares of values on a device, as a scalar on that device in double. The
+// values are summed in fp32, so squares that overflow fp32 give infinity; exact_squares_on_device()
+// sums in double, with 8 more bytes of device memory per value.
 at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel);
 at::Tensor exact_squares_on_device(Address values, Dtype dtype, int64_t numel);
 // Returns whether any value differs from the rounded value of `kept`, as a scalar on the device: 1

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kNumel = 1 << 16;
 
-// Counts the bytes that torch allocates on the CPU while it lives.
+// Counts the bytes that torch allocates on the CPU while this object exists.
 class CountedAllocations final : public c10::Allocator {
  public:
   CountedAllocations() : before_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this, 100); }
@@ -37,7 +37,7 @@ class CountedAllocations final : public c10::Allocator {
   int64_t bytes_ = 0;
 };
 
-// The CPU as a device: torch's own kernels run, with the temporaries that they have on any device.
+// The CPU as a device: runs torch's own kernels, with the same temporaries as on any device.
 Address on_device(const at::Tensor& values) { return {values.mutable_data_ptr(), &Device::host()}; }
 
 template <typename Call>
@@ -52,7 +52,7 @@ TEST(DeviceKernels, ReductionsMakeNoWiderCopyOfTheValues) {
     const at::Tensor values = at::randn({kNumel}).to(scalar_type(dtype));
     const at::Tensor kept = values.to(at::kFloat);
     const Address at = on_device(values);
-    // CUDA sums bf16 in fp32 without a copy; the CPU makes one in fp32.
+    // CUDA sums bf16 in fp32 without a copy, but the CPU makes an fp32 copy.
     const int64_t widened = dtype == Dtype::kFp32 ? 0 : kNumel * 4;
     EXPECT_LE(allocated([&] { squares_on_device(at, dtype, kNumel); }), widened + (1 << 10));
     EXPECT_LE(allocated([&] { sum_on_device(at, dtype, kNumel); }), widened + (1 << 10));

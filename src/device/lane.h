@@ -15,7 +15,7 @@
 namespace penstock::device {
 
 // How a lane's work uses the host. kThread: the work computes, or waits for peers or a disk, in the
-// lane's own thread. kQueued: the work is only queued on the device; submit() does this at once.
+// lane's own thread. kQueued: the work is only queued on the device, by submit() itself.
 enum class LaneKind : uint8_t { kThread, kQueued };
 
 // Only the owner's thread calls submit(). After an error the lane runs nothing more, and every

@@ -1,6 +1,6 @@
 #pragma once
-// Splits a flat range for threads into blocks of a fixed size, so that neither rounding nor the
-// alignment of a block depends on the number of threads.
+// Splits a range of values among threads in blocks of a fixed size, so that neither rounding nor
+// the alignment of a block depends on the number of threads.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

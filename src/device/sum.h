@@ -27,10 +27,10 @@ struct Sum {
 void sum_chunks(const Sum& sum);
 
 // Host only. Like sum_chunks(), but returns the sum of squares of the written values, computed in
-// the same pass. It has the bits of host::sum_squares(dst), so it is finite exactly if all values
-// are finite ([Note: Squares]). The sum of squares starts from `before`. Calls for consecutive
-// parts give the bits of one call for the whole if each part but the last is a multiple of 16 *
-// 1024 values.
+// the same pass. It has the bits of host::sum_squares(dst), so it is finite if and only if all
+// values are finite ([Note: Squares]). The sum of squares starts from `before`. Calls for
+// consecutive parts give the same bits as one call for all of them if each part except the last is
+// a multiple of 16 * 1024 values.
 double sum_chunks_and_squares(const Sum& sum, double before = 0.0);
 
 }  // namespace penstock::device

@@ -54,7 +54,8 @@ struct Case {
   bool accumulate;
 };
 
-// Sums into a copy of the destination: the same bits, and the squares of the written values.
+// Sums into a copy of the destination. Expects the same bits, and the squares of the written
+// values.
 void check_squares(Sum sum, const std::vector<char>& expected, std::vector<char>& dst) {
   sum.dst = dst.data() + dtype_bytes(sum.dst_dtype);
   const double squares = sum_chunks_and_squares(sum);
@@ -135,7 +136,7 @@ TEST(SumChunks, SquaresOfTheLargestValuesAreFiniteAndOneBadValueShows) {
 }
 
 TEST(SumChunks, SquaresDoNotDependOnThreads) {
-  // More blocks than fit one round.
+  // More blocks than one round has.
   const int64_t numel = 17'000'011;
   std::vector<c10::BFloat16> source(numel);
   for (int64_t i = 0; i < numel; ++i) source[i] = 1e-3F * static_cast<float>(i % 9973);

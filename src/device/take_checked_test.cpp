@@ -32,7 +32,8 @@ char* data(const at::Tensor& values) {
   return static_cast<char*>(values.data_ptr()) + kGuard * values.element_size();
 }
 
-// Runs take() and take_checked() on copies of `dst`: the same bits, and `finite`.
+// Runs take() and take_checked() on copies of `dst`. Expects the same bits, and that take_checked()
+// returns `finite`.
 void check(const Case& c, const at::Tensor& src, const at::Tensor& dst, bool finite) {
   const int64_t numel = src.numel() - 2 * kGuard;
   for (const bool accumulate : {false, true}) {

@@ -22,7 +22,7 @@ class Channels {
   Channels(const Mesh& mesh, Group& peers, const std::vector<UnitState>& units);
 
   comm::Channel gather, reduce;  // used by the lanes with these names
-  comm::Channel control;         // collectives of all ranks, on the compute thread
+  comm::Channel control;         // collectives of all ranks, on the model's thread
 
   // Returns the channel of this stage's ranks, or `control` if there is one stage.
   comm::Channel& stage() { return stage_ ? *stage_ : control; }

@@ -1,5 +1,5 @@
 #pragma once
-// Copy: a flat's role under one placement. The book of copies is src/plan/copies.h.
+// Copy: a flat's role under one placement. The book of copies is in src/plan/copies.h.
 #include <algorithm>
 #include <vector>
 

@@ -13,8 +13,8 @@ namespace penstock::exec {
 
 namespace {
 
-// Moves run mostly on lanes, so the compute thread records an event for a move only if it takes at
-// least this time (ns).
+// Moves run mostly on lanes, so the model's thread records an event for a move only if the move
+// takes at least this time (ns).
 constexpr int64_t kWorthAnEvent = 20'000;
 
 }  // namespace

@@ -3,8 +3,8 @@
 // table's cells. It does not depend on strategies. One function per kind of move (walk.h) moves
 // data from copy to copy. A move between host memory and disk makes no extra copy in memory.
 //
-// Compute thread only (autograd's thread while a backward runs). The executor submits work to
-// ordered lanes and waits for their fences.
+// Used only by the model's thread (by autograd's thread while a backward runs). The executor
+// submits work to ordered lanes and waits for their fences.
 #include <string>
 #include <vector>
 
@@ -29,9 +29,9 @@ class Executor {
   void claim(const ModelDesc& model, int num_moments);
   std::vector<PlannedStep> prepare(const Plan& plan) const;
   // Executes a plan line. User code does the computing. For a compute line, run() only records that
-  // it has started.
+  // the computing has started.
   void run(const PlannedStep& planned);
-  // Waits for all lanes. The last time, also ends their threads: no call that uses a lane may
+  // Waits for all lanes. If `last` is set, also ends their threads: no call that uses a lane may
   // follow.
   void drain(bool last = false);
 

@@ -4,9 +4,9 @@
 //
 // [Note: Windows] Each parameter keeps its own StorageImpl for life. The storage's DataPtr is a
 // non-owning window into the flat copy that forward and backward currently use. Freeing a parameter
-// clears the pointer and keeps nbytes, so shapes and views still work. It also sets the storage's
-// access-error flag, so reading a freed parameter raises an exception with its name. Only the
-// compute thread sets windows.
+// clears the pointer and keeps nbytes, so shapes and views still work. Freeing also sets the
+// storage's access-error flag, so reading a freed parameter raises an exception that names it. Only
+// the model's thread sets windows.
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -50,7 +50,7 @@ struct Slot {
   uint64_t print = 0;    // fingerprint of sampled values of its window; 0: none, as on a device
   bool arrived = false;  // its gradient arrived in this backward
   bool touched = false;  // it got a gradient in this window (after the norm: on any rank)
-  bool had = false;      // a gradient came since zero_grad(); in torch, .grad is not None
+  bool had = false;      // a gradient came since zero_grad(); in torch, .grad would not be None
   bool written = false;  // its contribution is in the copy that backwards add to
   bool shown = false;    // inside gathered() the parameter is the full tensor (WholeParams)
   bool bad = false;      // a contribution of this rank to this window was not finite
@@ -86,11 +86,11 @@ class Flat {
   void detach();  // frees all parameters ([Note: Windows])
   // Points one parameter's window into `base`. If `base` is null, frees the parameter.
   void point(Slot& slot, device::Address base);
-  // Takes a new print of a parameter whose window the engine wrote to.
+  // Takes a new fingerprint (Slot::print) of a parameter whose window the engine wrote to.
   void renew_print(Slot& slot);
-  // Returns whether a sampled value of the window has changed since its print was taken, which
-  // means that users wrote to it. A comparison with the resting shard would see only this rank's
-  // part.
+  // Returns whether a sampled value of the window has changed since the fingerprint was taken,
+  // which means that users wrote to the parameter. A comparison with the resting shard would see
+  // only this rank's part.
   bool print_differs(const Slot& slot) const;
   // Gives the slot's window its own memory with a copy of the values, for tensors that still use
   // this storage.
@@ -125,7 +125,7 @@ class Flat {
   std::vector<int> owners;
   int number = 0;
   std::vector<Slot> slots;
-  int64_t attached = 0;  // number of attach() calls; selects the values that prints sample
+  int64_t attached = 0;  // number of attach() calls; selects the values that fingerprints sample
 
   std::vector<Copy> params;  // the resting copy first
   std::vector<Copy> grads;   // a copy on disk comes first and keeps its place

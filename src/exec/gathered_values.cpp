@@ -31,8 +31,7 @@ at::Tensor GatheredValues::on_host(const Buffer& buffer) const {
   return device::brought(buffer.data(), buffer.dtype, buffer.numel, nullptr);
 }
 
-// Gathers the full flat in fp32. `own`: this rank's part, in the placement's dtype. It is not
-// changed.
+// Gathers the full flat in fp32. Does not change `own`, this rank's part in the placement's dtype.
 at::Tensor GatheredValues::whole(Placement place, const void* own, const Flat& flat,
                                  const std::string& label) {
   at::Tensor full = zeros32(flat.numel);
@@ -364,7 +363,7 @@ void GatheredValues::refresh(int index) {
     for (Slot& slot : flat.slots) {
       slot.version = slot.param._version();
       flat.renew_print(slot);
-      slot.given = 0;  // now the values of the first rank
+      slot.given = 0;  // the slot has the first rank's values now
     }
   }
 }

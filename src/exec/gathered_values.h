@@ -1,8 +1,9 @@
 #pragma once
 // GatheredValues: reads and writes full tensors of parameters and gradients, wherever their copies
 // are. Most methods are collectives outside the plan, and every rank must call them in the same
-// order. Compute thread only. Values that go in and out are in host memory. [stage], [pipeline] and
-// [tensor ranks] mark collectives of the ranks of this stage, pipeline or tensor group.
+// order. Used only by the model's thread. Values that go in and out are in host memory. [stage],
+// [pipeline] and [tensor ranks] mark collectives of the ranks of this stage, pipeline or tensor
+// group.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -19,8 +20,8 @@ class GatheredValues {
       : rank_(rank), gradients_(gradients), updates_(updates) {}
 
   // [stage] Gathers the flat's masters (or the resting parameters of a frozen flat) into `room`, on
-  // every rank or on the first data rank. On these ranks `room` must hold numel fp32 elements. On
-  // other ranks it must hold the rank's part. Returns the dtype of the gathered values.
+  // every rank or on the first data rank. On these ranks `room` must have space for numel fp32
+  // elements, on other ranks for the rank's part. Returns the dtype of the gathered values.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);
   at::Tensor resting(int unit, int flat);   // [stage] the resting parameters, in fp32
   void renew() { rank_.channels.renew(); }  // must follow Group::renew()
@@ -40,7 +41,7 @@ class GatheredValues {
   at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
   // Returns the ranges of the flat's elements of which this rank keeps parameters or masters.
   std::vector<std::pair<int64_t, int64_t>> kept(const Flat& flat) const;
-  // [stage] Stores `full` (fp32, rank 0's values where this rank keeps elements) as resting
+  // [stage] Stores `full` (fp32; has rank 0's values wherever this rank keeps elements) as resting
   // parameters and masters, and zeroes the moments.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
   // [stage] Stores this rank's part of new fp32 masters, cut as in `place`, and writes the resting

@@ -36,8 +36,8 @@ Copy& Gradients::sum_of(Flat& flat) {
   for (Slot& slot : flat.slots) slot.written = false;
   flat.summed_since = backward_;
   Copy& opened = rank_.open(flat.grads, made, flat, mem::Account::kGrad);
-  // On a device one pass over the buffer is faster than one pass per gap between parameters, so
-  // complete() has nothing to zero there.
+  // On a device, one pass that zeroes the buffer is faster than one per gap between parameters, so
+  // complete() has nothing to zero.
   const Buffer& buffer = opened.one();
   if (buffer.data().device != nullptr) device::zero(buffer.data(), buffer.bytes());
   return opened;

@@ -1,8 +1,8 @@
 #pragma once
 // Gradients: adds the gradients of autograd to a unit's sum and moves them from copy to copy.
 //
-// Compute thread only (autograd's while a backward runs). The reduce lane makes the moves, at most
-// one plan line at a time, which bounds the buffers in flight.
+// Used only by the model's thread (by autograd's thread while a backward runs). The reduce lane
+// makes the moves, at most one plan line at a time, which bounds the buffers in flight.
 #include <ATen/core/Tensor.h>
 
 #include <memory>
@@ -53,8 +53,9 @@ class Gradients {
   bool takes_away(const std::vector<Move>& moves) const;
   // Replaces the accumulated gradient by `full` (fp32, the same on every rank) times `factor`.
   void set(int unit, int flat, int slot, const at::Tensor& full, double factor);
-  // Gives each parameter that had a gradient a gradient of zeros in this window (`leaves`), as
-  // zero_grad(set_to_none=False) does in torch, or forgets that it had one.
+  // If `leaves` is set, gives each parameter that had a gradient a gradient of zeros in this
+  // window, as zero_grad(set_to_none=False) does in torch. Otherwise forgets that they had
+  // gradients.
   void leave_zeros(bool leaves);
   // Removes the parameter's contributions to this window.
   void forget(Flat& flat, Slot& slot);
@@ -67,8 +68,9 @@ class Gradients {
   // counts an equal piece, so every layout adds up the same pieces in the same order. A sum on a
   // device is not included, but appended to `there` as a device scalar.
   double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
-  // The same for a sum on a device that is not finite in fp32: repeats it in double. Blocks until
-  // the device has done so. Returns infinity if the gradient has left memory.
+  // Like own_squares(), for a sum of squares on a device that is not finite in fp32: computes the
+  // sum again in double. Blocks until the device is done. Returns infinity if the gradient has left
+  // memory.
   double exact_squares(Flat& flat);
 
  private:

@@ -55,7 +55,7 @@ Norm::Own Norm::look(const Update& update) {
   }
   Own own{0.0, update.bad, false, {}, update.counted.told, {}};
   std::vector<at::Tensor> there;
-  std::vector<Flat*> squared;  // those with a scalar in `there`
+  std::vector<Flat*> squared;  // flats with a scalar in `there`
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       own.squares += gradients_.own_squares(flat, gradients_.held(flat), &there);
@@ -129,7 +129,7 @@ std::array<uint64_t, 2> Norm::history() {
 struct Norm::Head {
   double squares = 0.0;
   ReplicaEdits::Facts edits;
-  std::array<uint64_t, 2> history{};  // of the lanes
+  std::array<uint64_t, 2> history{};  // histories of the lanes
   Told told;
   Next next = Next::kStep;
   char doubt = 0;                         // 1: `bad` counts only if the total is not finite either

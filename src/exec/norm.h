@@ -1,6 +1,6 @@
 #pragma once
 // Norm: the exchange of all ranks before an update. It computes the global gradient norm and
-// agrees on the accumulation window ([Note: One window]). Compute thread only.
+// agrees on the accumulation window ([Note: One window]). Used only by the model's thread.
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -49,10 +49,9 @@ struct Update {
   // Returns this rank's text about the window, which is sent with the norm. It has the same length
   // on every rank.
   std::function<std::string()> say;
-  // Takes the texts of all ranks, by rank. Returns the divisor of the gradients (micro-batches
-  // averaged over, times the loss scale). Returns 0 if it moved gradients or changed the text of
-  // say(). In that case the exchange runs again. An exception ends the update before anything is
-  // written.
+  // Takes the texts of all ranks, by rank. Returns the divisor of the gradients (number of averaged
+  // micro-batches times loss scale). Returns 0 if it moved gradients or changed the text of say().
+  // In that case the exchange runs again. An exception ends the update before anything is written.
   std::function<double(const std::vector<std::string>&)> hear;
 };
 
@@ -83,8 +82,8 @@ class Norm {
   // backward, and not a step, follows the window's last backward. `said`: as from say().
   static std::string going_on(const std::vector<UnitState>& units, Next next,
                               const std::string& said);
-  // Takes such payloads of all ranks, by rank. Throws a RuntimeFault on all ranks if they do not go
-  // on in the same way, so that none waits for the others until a timeout.
+  // Takes such payloads of all ranks, by rank. Throws a RuntimeFault on all ranks if the ranks do
+  // not go on in the same way, so that none waits for the others until a timeout.
   static void compare(const std::vector<std::string>& payloads);
 
  private:

@@ -16,8 +16,8 @@ bool Params::leaves(const std::vector<Move>& moves) const {
 bool Params::whole(int unit) const { return rank_.units[unit].params.current() == rank_.whole(); }
 
 // The plan assumes one backward per forward. A unit may have another placement than the plan
-// assumes: a second backward finds it at rest and not in `hold`. Such a unit is moved from the
-// placement that it has.
+// assumes, because a second backward finds the unit at rest and not in `hold`. Such a unit is moved
+// from its actual placement.
 void Params::run(const PlannedStep& planned) {
   const std::vector<Move>& moves = planned.step.moves;
   const bool away = leaves(moves);
@@ -107,7 +107,7 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   }
 }
 
-// Waits for the last move. The move's sources and scratch memory are freed here, on the compute
+// Waits for the last move. The move's sources and scratch memory are freed here, on the model's
 // thread, so that memory peaks do not depend on the lane's timing.
 void Params::settle(UnitState& unit) {
   unit.param_ready.wait();

@@ -2,8 +2,9 @@
 // Params: the copies of the parameters, and the windows into the copies that forward and backward
 // use.
 //
-// Compute thread only. Moves to the placement for computing run on the gather lane. Moves away from
-// that placement run at once on the calling thread, so that the memory is free on return.
+// Used only by the model's thread. Moves to the placement for computing run on the gather lane.
+// Moves away from that placement run at once on the calling thread, so that the memory is free on
+// return.
 #include <string>
 #include <vector>
 

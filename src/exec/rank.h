@@ -61,8 +61,8 @@ struct Rank {
   int64_t numel_of(const Placement& place, const Flat& flat) const {
     return flat.numel / num_shards(place, mesh);
   }
-  // Returns the chunk's elements in the update cell. A flat with one chunk may be sharded
-  // differently at rest.
+  // Returns the number of the chunk's elements in the update cell. A flat with one chunk may be
+  // sharded differently at rest.
   int64_t numel_updated(const Flat& flat, const ChunkState& chunk) const {
     return flat.chunks.size() > 1 ? chunk.numel
                                   : numel_of(cell(Role::kOptim, Phase::kUpdate), flat);

@@ -19,14 +19,14 @@ namespace {
 constexpr uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
 constexpr int64_t kWhole = int64_t{1} << 53;  // a double has all whole numbers up to this one
 constexpr int64_t kPiece = int64_t{1} << 20;  // elements that are hashed at once
-constexpr double kRounding = 1e-3;            // of the values' mean size
+constexpr double kRounding = 1e-3;            // allowed difference, relative to a print's `size`
 
 // Returns the values as integers of the same size.
 at::Tensor bits_of(const at::Tensor& values) {
   return values.view(values.element_size() == 4 ? at::kInt : at::kShort);
 }
 
-// Returns the sum of int64 numbers, each times an odd number that depends on its index.
+// Returns the sum of int64 numbers, each multiplied by an odd number that depends on its index.
 at::Tensor weighted(const at::Tensor& bits, int64_t first) {
   const at::Tensor places = at::arange(first, first + bits.numel(), bits.options());
   return bits.mul(places.mul(2).add(1).mul(static_cast<int64_t>(kOdd))).sum();
@@ -44,7 +44,7 @@ at::Tensor values_of(const Flat& flat, const Slot& slot) {
 
 struct ReplicaEdits::Print {
   uint64_t bits = 0;
-  double size = 0.0, sum = 0.0;  // of the absolute values, of the values with alternating signs
+  double size = 0.0, sum = 0.0;  // sums of absolute values, of values with alternating signs
   int32_t here = 0, cut = 0;
 
   bool rounded(const Print& other) const {
@@ -65,7 +65,7 @@ ReplicaEdits::ReplicaEdits(Rank& rank) : rank_(rank) {
 uint64_t ReplicaEdits::print_of(const at::Tensor& values) {
   const device::Unseen unseen;
   const at::Tensor flat = values.detach().reshape({-1});
-  uint64_t bits = kOdd;  // so that a print is not 0, which says that there is none
+  uint64_t bits = kOdd;  // so that a print is never 0, which means no print
   for (int64_t at = 0; at < flat.numel(); at += kPiece) {
     const at::Tensor piece = flat.slice(0, at, std::min(at + kPiece, flat.numel()));
     bits += static_cast<uint64_t>(weighted(bits_of(piece).to(at::kLong), at).item<int64_t>());
@@ -132,7 +132,7 @@ at::Tensor ReplicaEdits::sample() {
 
 // ---- the comparison
 
-// Returns whether two ranks hold the same parameters; `cut`: which tensor ranks cut.
+// Returns whether two ranks hold the same parameters. If `cut`, also of those that are cut.
 bool ReplicaEdits::alike(int rank, int other, bool cut) const {
   return std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
     const bool parts = row.axis == Axis::kPipeline || row.axis == Axis::kExpert ||
@@ -163,8 +163,8 @@ void ReplicaEdits::settle() {
   ++turn_;
 }
 
-// Returns one character per parameter of all stages: '1' if this rank edited it, or if samples
-// differ, which do not tell the parameter, and it was sampled.
+// Returns one character per parameter of all stages: '1' if this rank edited the parameter, or if
+// samples differ and the parameter was sampled, because samples do not name the edited parameter.
 std::string ReplicaEdits::suspects(bool counted, bool sampled) const {
   std::string mine(static_cast<size_t>(rank_.num_slots), '0');
   for (size_t i = 0; i < places_.size(); ++i) {

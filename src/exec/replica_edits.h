@@ -1,10 +1,11 @@
 #pragma once
-// ReplicaEdits: finds parameters that users edited on some ranks only. Compute thread only.
+// ReplicaEdits: finds parameters that users edited on some ranks only. Used only by the model's
+// thread.
 //
 // [Note: Edits on some ranks] Ranks that hold the same parameter must hold the same values. The
 // exchange of the norm carries two numbers for this, so it costs no collective of its own:
 //
-//   counted  a hash of the edits that the engine sees since the last agreement: torch's version
+//   counted  a hash of the edits that the engine has seen since the last agreement: torch's version
 //            counters, and the values of parameters that got other memory. It sees every such edit
 //            in the next step.
 //   sample   a hash of at most kSamples values of each parameter that rests whole; every
@@ -13,11 +14,12 @@
 //            only if they are in the sample. In `zero1` and `zero2` the update replaces the values
 //            of an edit, so later samples do not see it.
 //
-// If ranks differ in one of them, they exchange which parameters are concerned, and hashes of their
-// full values. Equal values are no error: rank 0 may swap weights for an evaluation and put them
-// back. Sharded parameters have no values to compare, so the values that users assigned count.
+// If ranks differ in either number, they tell each other which parameters may differ, and exchange
+// hashes of these parameters' full values. Equal values are no error: rank 0 may swap weights for
+// an evaluation and put them back. A rank lacks the full values of a sharded parameter, so ranks
+// then compare the values that users assigned.
 //
-// If each rank computes every update itself (`optim.update` is replicated, as in `ddp`), unlike
+// If each rank computes every update itself (`optim.update` is replicated, as in `ddp`), different
 // processors may round differently. Values that differ by rounding are then no error either, and
 // end the sampling.
 #include <ATen/core/Tensor.h>
@@ -45,8 +47,8 @@ class ReplicaEdits {
   // Returns this rank's facts. A sample on a device is not included, but appended to `there` as a
   // scalar in double.
   Facts look(std::vector<at::Tensor>* there);
-  // [all ranks] Takes the facts of all ranks, by rank. Throws RuntimeFault on all ranks, which
-  // names parameter and ranks, if ranks hold different values.
+  // [all ranks] Takes the facts of all ranks, by rank. If ranks hold different values, all ranks
+  // throw a RuntimeFault that names the parameter and the ranks.
   void agree(const std::vector<Facts>& all);
 
   // Returns a hash of a tensor's values.

@@ -18,7 +18,8 @@ inline void set_guard(c10::StorageImpl& storage, const std::string& message) {
 
 void clear_guard(c10::StorageImpl& storage);
 
-// Like tensor.set_data(data), but also works between kinds of devices for which torch refuses it.
+// Like tensor.set_data(data), but also works between kinds of devices for which torch refuses the
+// call.
 void set_data(const at::Tensor& tensor, const at::Tensor& data);
 
 // Returns the Python object of a tensor, or null.

@@ -18,7 +18,8 @@ namespace penstock::exec {
 
 namespace {
 
-// A move between disk and host memory passes the memory on to the other copy and copies no bytes.
+// Returns whether the move copies no bytes: a move between disk and host memory hands the buffer's
+// memory to the other copy.
 bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   if (moves.size() != 1 || moves[0].kind != MoveKind::kCopy) return false;
   const Tier other = moves[0].from == Tier::kDisk ? moves[0].to : moves[0].from;

@@ -1,9 +1,9 @@
 #pragma once
 // Updates: the global norm, the optimizer, and the publish of updated parameters.
 //
-// Called by the compute thread. If the `update` cell is on the device, the optimizer runs on that
-// thread. Otherwise it runs on the update lane, and step() may return before the update ends. Then,
-// until the unit's fence (UnitState::updated), only that lane may touch the update's buffers.
+// Called only by the model's thread. If the `update` cell is on the device, the optimizer runs on
+// that thread. Otherwise it runs on the update lane, and step() may return before the update ends.
+// Then, until the unit's fence (UnitState::updated), only that lane may touch the update's buffers.
 #include <ATen/core/Tensor.h>
 
 #include <functional>

@@ -22,7 +22,7 @@ Dtype Walk::dtype_before(const Travel& travel, size_t pass) const {
   return pass == 0 ? travel.first : dtype_after(travel, pass - 1);
 }
 
-// A gather or an all-reduce keeps the dtype. If that is not the last dtype, arrive() casts.
+// A gather or an all-reduce keeps the dtype. If the last dtype differs, arrive() casts.
 Dtype Walk::dtype_after(const Travel& travel, size_t pass) const {
   const PassKind kind = route_.passes[pass].kind;
   if (kind == PassKind::kAllReduce || kind == PassKind::kAllGather) {

@@ -34,13 +34,13 @@ class Walk {
        bool on_host = false);
   void add(const Travel& travel) { travels_.push_back(travel); }
   // Takes memory from the arenas for values between passes, for receiving, and for packing. Must
-  // follow the last add(). run() calls it on its own thread if the caller did not.
+  // follow the last add(). If the caller does not call ready(), run() does so on its own thread.
   void ready();
 
   // Runs the passes, beginning with pass `first`, on the calling thread. `channel` must belong to
   // that thread's lane.
   void run(comm::Channel& channel, const comm::Label& label, size_t first = 0);
-  void let_go() { leases_.clear(); }  // frees the memory of ready(); after run()
+  void let_go() { leases_.clear(); }  // frees the memory of ready(); must follow run()
   const Route& route() const { return route_; }
   // Returns whether the last pass computes the sums of squares.
   bool counts_squares() const;

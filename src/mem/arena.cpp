@@ -27,9 +27,9 @@ namespace {
 constexpr int64_t kHugePage = 2 << 20;
 const c10::Stream kNoStream(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
 
-// Large buffers are mapped from the system and unmapped, so they leave no holes in the heap. They
-// request whole huge pages; if the system refuses, the pages are small. The optimizer's passes are
-// bound by memory bandwidth, and looking up small pages costs a tenth of their speed.
+// Large buffers have mappings of their own, so they leave no holes in the heap. They request huge
+// pages; if the system refuses, the pages are small. The optimizer's passes are bound by memory
+// bandwidth, and looking up small pages makes them a tenth slower.
 struct Mapping {
   void* base;
   size_t bytes;
@@ -161,7 +161,7 @@ bool Pool::stands_by(Unused& unused) const {
 }
 
 // Prefers the buffer at `wanted`, so that a unit returns to its old address. Otherwise picks a
-// buffer that needs no waiting, or else the most recently given back one.
+// buffer that needs no waiting, or else the one that was given back last.
 Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const {
   for (auto one = buffers.begin(); one != buffers.end() && wanted != nullptr; ++one) {
     if (one->data.get() == wanted) return one;
@@ -226,7 +226,7 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   unused_bytes_ += slot;
 }
 
-// Frees the memory to the system, or to torch's caching allocator, which waits for the stream.
+// Gives the memory back to the system, or to torch's caching allocator, which waits for the stream.
 void Pool::free(Unused unused) const {
   if (!unused.after) return;
   if (kind_ == MemoryKind::kDevice) return device_.used_on(unused.data, unused.stream);
@@ -269,7 +269,7 @@ void Pool::reset_peak() {
   most_in_use_ = in_use_;
 }
 
-// The device whose events the buffers have ([Note: Contexts]).
+// Returns the device to which the buffers' events belong ([Note: Contexts]).
 std::optional<c10::Device> Pool::on_device() const {
   return kind_ == MemoryKind::kHost ? std::nullopt : std::optional(device_.where());
 }

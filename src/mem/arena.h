@@ -1,6 +1,6 @@
 #pragma once
-// Arena: counts and limits the engine's memory. Every byte is counted under the account it was
-// taken for, and the budget bounds the total. Arenas of one kind of memory share a Pool, which
+// Arena: counts and limits the engine's memory. Every byte is counted under the account for which
+// it was taken, and the budget bounds the total. Arenas of one kind of memory share a Pool, which
 // reuses buffers of equal size (or of nearly equal size, if they are large). Before a pool would
 // exceed its highest use so far, it returns unused buffers of other sizes to the system. So a pool
 // holds hardly more than its peak use.
@@ -46,9 +46,9 @@ struct Budget {
 // kPinned: host memory for asynchronous copies to and from a device.
 enum class MemoryKind : uint8_t { kHost, kPinned, kDevice };
 
-// Buffers of one kind of memory. Arenas call it, from any thread. With a device, give_back()
+// Buffers of one kind of memory. Arenas call a pool from any thread. With a device, give_back()
 // follows the order of the calling thread's stream, and take() makes the buffer safe to use on the
-// stream of its caller ([Note: Order on a device], device.h).
+// calling thread's stream ([Note: Order on a device], device.h).
 class Pool {
  public:
   // The device must outlive the pool. If no pinned memory can be allocated, the pool takes pageable
@@ -81,7 +81,7 @@ class Pool {
   // Frees the largest unused buffers until `room` bytes fit below the highest use.
   void evict(int64_t room);
   void free(Unused unused) const;
-  c10::DataPtr allocate(int64_t bytes, int64_t used);  // `used`: what the first user asks for
+  c10::DataPtr allocate(int64_t bytes, int64_t used);  // `used`: bytes that the first user needs
   int64_t slot_bytes(int64_t bytes) const;
   Buffers::iterator choose(Buffers& buffers, const void* wanted) const;
   bool stands_by(Unused& unused) const;
@@ -121,7 +121,7 @@ class Lease {
   Account account_ = Account::kParam;
 };
 
-// Counts `bytes` of freed tensors. After every 16 MiB it makes malloc return free memory to the
+// Counts `bytes` of freed tensors. After every 16 MiB, makes malloc return free memory to the
 // system, because large aligned buffers seldom fit into the holes in the heap. Callable from any
 // thread.
 void trim_heap(int64_t bytes);

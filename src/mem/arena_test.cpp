@@ -48,7 +48,7 @@ TEST(Arena, HoldsNoMoreThanItsPeak) {
     const Lease b = arena.take(2000, Account::kParam);
   }
   EXPECT_EQ(arena.usage().held, 5000);
-  // The 3000 + 2000 unused bytes do not fit beside it.
+  // The 3000 + 2000 unused bytes do not fit beside the new 2500.
   const Lease c = arena.take(2500, Account::kGrad);
   EXPECT_EQ(arena.usage().held, 4500);
   const Lease d = arena.take(2000, Account::kGrad);
@@ -101,11 +101,11 @@ TEST(Arena, LargeBuffersStandInForNearlyEqualOnes) {
   first.reset();
   first = arena.take(17 * kMiB, Account::kOptim);
   EXPECT_EQ(first.data().host(), address);
-  EXPECT_EQ(arena.usage().total_now, 17 * kMiB) << "what was asked for counts";
+  EXPECT_EQ(arena.usage().total_now, 17 * kMiB) << "the requested bytes count";
   first.reset();
   EXPECT_EQ(pool.held(), 17 * kMiB);
   const Lease other = arena.take(15 * kMiB, Account::kOptim);
-  EXPECT_EQ(pool.held(), 15 * kMiB) << "another slot: the unused one had to go";
+  EXPECT_EQ(pool.held(), 15 * kMiB) << "the unused buffer of another size is freed";
 }
 
 }  // namespace

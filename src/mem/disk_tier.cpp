@@ -22,14 +22,14 @@ namespace penstock::mem {
 namespace {
 
 constexpr int kDepth = 64;  // requests in the ring
-// A wait is divided into this many slices. It stalls when all slices pass without progress. A
-// stopped process counts as one slice, however long it was stopped.
+// A wait is divided into this many slices and stalls when all of them pass without progress. The
+// time for which a process is stopped counts as one slice, however long it is.
 constexpr int kSlices = 8;
-constexpr int kTries = 100;  // submissions of a request if the system moves no bytes
+constexpr int kTries = 100;  // most submissions of a request for which the system moves no bytes
 
 using Clock = std::chrono::steady_clock;
 
-// Returns the checksum of each block; it is never 0.
+// Returns the checksum of each block. No checksum is 0.
 std::vector<uint64_t> sums_of(std::string_view content) {
   std::vector<uint64_t> sums;
   for (size_t at = 0; at < content.size(); at += kBlockBytes)
@@ -90,7 +90,7 @@ struct Disk::Impl {
   bool stalled = false;          // guarded by mutex; stays true until the next progress
   int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
   Board* board = nullptr;
-  int lane = -1;                 // of the board
+  int lane = -1;                 // the disk's lane on the board
   int num_waits = 0;             // guarded by mutex; the board shows the first wait of several
   int64_t shown_waits = 0;       // guarded by mutex
   Clock::time_point busy_since;  // guarded by mutex; valid while a request is in flight
@@ -158,7 +158,7 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
   return ticket;
 }
 
-// Call without the mutex: the request may end before this returns.
+// Call without holding the mutex, because the request may end before this function returns.
 void Disk::Impl::submit(Request& request) {
   const BlockRequest& whole = request.whole;
   const int64_t moved = request.moved;

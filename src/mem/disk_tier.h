@@ -43,8 +43,8 @@ class DiskTicket {
 class Disk {
  public:
   explicit Disk(const DiskOptions& options);
-  // Waits for requests in flight, as end() does. If one hangs, its files and threads are not
-  // destroyed.
+  // Waits for requests in flight, as end() does. If a request hangs, the disk's files and threads
+  // are not destroyed.
   ~Disk();
 
   // Reserves an extent and returns its offset. Call allocate() before I/O on it. After an
@@ -53,7 +53,7 @@ class Disk {
   // Claims the space that was reserved since the last allocate(). Throws RuntimeFault with path,
   // bytes needed and bytes free if a disk is too full.
   void allocate();
-  // reserve() and allocate(). Reserves nothing if the disk is too full.
+  // Calls reserve() and allocate(). Reserves nothing if the disk is too full.
   int64_t claim(int64_t bytes);
 
   // `data` is aligned to kBlockBytes and has block_padded(bytes) bytes. It must stay valid until

@@ -223,7 +223,7 @@ TEST_F(DiskTest, TheLastRestIsMadeBeforeTheIoEnds) {
         }
       };
       raw->submit({file.descriptor(), true, block.data(), 0, kBlockBytes, more});
-      io.reset();  // while a request is in flight that submits another
+      io.reset();  // while a request that submits another one is in flight
     }
     EXPECT_EQ(num_results, 20);
   }
@@ -306,7 +306,7 @@ TEST_F(DiskTest, WhatWasReadMayChangeOnceItIsThere) {
   const DiskTicket read = disk.read(0, block.data(), 40 * kBlockBytes);
   disk.wait(read);
   block.data()[7] ^= 1;
-  EXPECT_NO_THROW(disk.wait(read)) << "it is compared when it is read";
+  EXPECT_NO_THROW(disk.wait(read)) << "only the end of a read compares checksums";
 }
 
 TEST_F(DiskTest, WhatIsReadNeedNotBeWhatOneWriteWrote) {
@@ -325,7 +325,7 @@ TEST_F(DiskTest, WhatIsReadNeedNotBeWhatOneWriteWrote) {
   disk.wait(disk.write(0, whole.data(), 8 * kBlockBytes));
   disk.wait(disk.write(4 * kBlockBytes, part.data(), 2 * kBlockBytes));
   Block seen(9 * kBlockBytes);
-  EXPECT_NO_THROW(disk.wait(disk.read(0, seen.data(), 9 * kBlockBytes))) << "the end is unknown";
+  EXPECT_NO_THROW(disk.wait(disk.read(0, seen.data(), 9 * kBlockBytes))) << "the end is unchecked";
   EXPECT_EQ(std::memcmp(seen.data() + 4 * kBlockBytes, part.data(), 2 * kBlockBytes), 0);
   lies = true;
   EXPECT_THROW(disk.wait(disk.read(3 * kBlockBytes, seen.data(), 2 * kBlockBytes)), RuntimeFault);
@@ -376,7 +376,7 @@ class Gate {
 };
 
 TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
-  const int64_t sizes[] = {8 * kBlockBytes, 8 << 20};  // in the heap; a mapping of its own
+  const int64_t sizes[] = {8 * kBlockBytes, 8 << 20};  // in the heap; in a separate mapping
   for (const int64_t bytes : sizes) {
     const auto gate = std::make_shared<Gate>();  // the io outlives this test
     DiskOptions hangs = options();
@@ -406,7 +406,7 @@ TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
     tiers.host.trim();
     EXPECT_EQ(tiers.host.usage().held, 0);
     gate->open();
-    gate->wait_passed();  // it wrote to memory that still exists
+    gate->wait_passed();  // the late request wrote to memory that still exists
   }
 }
 
@@ -440,7 +440,7 @@ TEST_F(DiskTest, ASlowDiskIsNoStall) {
   slow.stripe_bytes = kBlockBytes;
   slow.make_io = [] {
     return std::make_unique<FaultyIo>(nullptr, [](const BlockRequest&, int64_t moved) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(75));  // the delay is what is tested
+      std::this_thread::sleep_for(std::chrono::milliseconds(75));  // tests this delay
       return moved;
     });
   };
@@ -452,7 +452,7 @@ TEST_F(DiskTest, ASlowDiskIsNoStall) {
   for (int64_t i = 0; i < 12; ++i) {
     tickets.push_back(disk.write(i * kBlockBytes, block.data() + i * kBlockBytes, kBlockBytes));
   }
-  EXPECT_NO_THROW(disk.wait(tickets.back()));  // after 0.9 s, all of them with progress
+  EXPECT_NO_THROW(disk.wait(tickets.back()));  // takes 0.9 s, with progress all the time
 }
 
 }  // namespace

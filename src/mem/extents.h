@@ -13,10 +13,11 @@ class Extents {
  public:
   explicit Extents(const DiskOptions& options) : disk_(options) {}
 
-  // Returns an offset for I/O on disk(). One thread at a time. Throws RuntimeFault with path, bytes
-  // needed and bytes free if the file must grow and the disk is too full.
+  // Returns an offset for I/O on disk(). Only one thread at a time may call take(). Throws
+  // RuntimeFault with path, bytes needed and bytes free if the file must grow and the disk is too
+  // full.
   int64_t take(int64_t bytes);
-  // Any thread may call it. No I/O on the extent may be in flight.
+  // Any thread may call give_back(). No I/O on the extent may be in flight.
   void give_back(int64_t offset, int64_t bytes);
 
   Disk& disk() { return disk_; }
@@ -25,7 +26,7 @@ class Extents {
  private:
   Disk disk_;
   mutable std::mutex mutex_;
-  std::map<int64_t, int64_t> free_;  // offset -> bytes; adjacent ones are merged; guarded by mutex_
+  std::map<int64_t, int64_t> free_;  // offset -> bytes; neighbours are merged; guarded by mutex_
 };
 
 }  // namespace penstock::mem

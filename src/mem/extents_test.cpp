@@ -59,7 +59,7 @@ TEST(Extents, AFullDiskIsAnErrorAndNothingIsLost) {
       EXPECT_NE(std::string(error.what()).find(options().paths[0]), std::string::npos);
       EXPECT_NE(std::string(error.what()).find("cannot hold"), std::string::npos);
     }
-    EXPECT_NO_THROW(extents.give_back(extents.take(4096), 4096)) << "there is room for less";
+    EXPECT_NO_THROW(extents.give_back(extents.take(4096), 4096)) << "a smaller extent still fits";
   }
   EXPECT_EQ(extents.bytes_in_use(), 8192);
   extents.give_back(first, 8192);

@@ -16,8 +16,8 @@ int64_t bytes_of(const std::string& line) {
   return std::stoll(line.substr(line.find(':') + 1)) * 1024;
 }
 
-// The resident bytes of the main heap. The system writes mappings in the order of their addresses,
-// and the heap is near the beginning, so only a few lines are read.
+// Returns the resident bytes of the main heap. The system writes mappings in the order of their
+// addresses, and the heap is near the beginning, so only a few lines are read.
 int64_t heap_resident() {
   std::ifstream mappings("/proc/self/smaps");
   bool in_heap = false;
@@ -43,7 +43,7 @@ ProcessMemory process_memory() {
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
   const struct mallinfo2 heap = mallinfo2();
   memory.heap = static_cast<int64_t>(heap.uordblks + heap.hblkhd);
-  // malloc's own count (fordblks) also has pages that went back to the system.
+  // malloc's own count (fordblks) includes pages that were returned to the system.
   const int64_t resident = heap_resident() - static_cast<int64_t>(heap.uordblks);
   memory.heap_free = std::clamp<int64_t>(resident, 0, static_cast<int64_t>(heap.fordblks));
 #endif

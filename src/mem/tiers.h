@@ -13,7 +13,7 @@
 namespace penstock::mem {
 
 struct Tiers {
-  // `where` is the device on which parameters compute. With a device, host memory is pinned, except
+  // `where` is the device on which the model computes. With a device, host memory is pinned, except
   // for the accounts passed to keep_here(). `events` is the number of events that the recorder
   // keeps.
   explicit Tiers(c10::Device where = c10::Device(c10::DeviceType::CPU), int64_t events = 0);
@@ -33,8 +33,8 @@ struct Tiers {
   // Returns the most bytes that were in use at one time on the device and in host memory together.
   // With a device, whose memory is counted separately, it is the sum of two peaks.
   int64_t peak() const;
-  // Ends the disk while the buffers of its requests are still taken. The buffers of hanging
-  // requests are never freed.
+  // Ends the disk. Must be called before the buffers of its requests are freed. The buffers of
+  // hanging requests are never freed.
   void close_disk();
 
   const device::Device computes;

@@ -2,7 +2,7 @@
 // Optimizer kernels over flat ranges on the CPU. One pass reads gradient and state once, and writes
 // state and the low-precision parameter once. With a bf16 gradient, fp32 master and moments, and a
 // bf16 parameter, a pass moves 28 bytes per parameter. Stateless free functions, callable from any
-// thread. The work is split over at::parallel_for. The SIMD instruction set (Highway) is chosen at
+// thread. The work is split with at::parallel_for. The SIMD instruction set (Highway) is chosen at
 // run time.
 #include <cstdint>
 

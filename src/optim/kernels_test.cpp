@@ -25,7 +25,7 @@ namespace {
 using device::host::sum_squares;
 using namespace samples;  // NOLINT(google-build-using-namespace)
 
-// torch.optim.AdamW / Adam, one value in double.
+// torch.optim.AdamW and Adam for one value, in double.
 struct AdamReference {
   double p, m, v;
   void step(double g, const AdamOptions& o) {
@@ -122,8 +122,8 @@ TEST(Adam, WritesEveryOutputDtype) {
   }
 }
 
-// Thread count, split into ranges and alignment do not change the bits. Large sizes use
-// non-temporal stores; parts of them use plain stores.
+// The number of threads, the split into ranges and the alignment do not change the bits. Large
+// sizes use non-temporal stores, but smaller ranges of them use plain stores.
 void check_cuts(Dtype moments) {
   struct Run {
     int threads;
@@ -265,7 +265,7 @@ struct AdagradReference {
   }
 };
 
-// Compares a kernel with one moment with its formula in double.
+// Compares a kernel that has one moment to its formula in double.
 template <class Reference, class Options, class Kernel>
 void check_one_moment(Options options, const Kernel& kernel) {
   options.grad_scale = 0.5F;
@@ -308,7 +308,7 @@ TEST(Adagrad, MatchesDouble) {
   }
 }
 
-// The output of a kernel on zeros, except for the master weights.
+// The master weights and moments that a kernel writes. The moments begin as zeros.
 struct Written {
   Written(int64_t numel, Dtype moments)
       : moments(moments), master(Dtype::kFp32, numel), m(moments, numel), v(moments, numel) {

@@ -350,7 +350,7 @@ AdamScalars adam_scalars(const AdamOptions& options) {
   s.coupled = !options.decoupled && options.weight_decay != 0;
   s.weight_decay = s.coupled ? static_cast<float>(options.weight_decay) : 0.0F;
   s.decay = options.decoupled ? static_cast<float>(1.0 - lr * options.weight_decay) : 1.0F;
-  s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // torch.lerp computes from the end for such weights
+  s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // for such weights, torch.lerp computes from the end
   s.lerp = static_cast<float>(s.lerp_from_grad ? -beta1 : 1.0 - beta1);
   s.beta2 = static_cast<float>(beta2);
   s.one_minus_beta2 = static_cast<float>(1.0 - beta2);

@@ -1,6 +1,6 @@
 #pragma once
 // Messages: sends tensors of any shapes, with a text, from one rank to others, in order. Pipeline
-// stages use it, because their shapes may change between micro-batches.
+// stages use it, because the shapes of their tensors may change between micro-batches.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -19,9 +19,9 @@ struct TensorMessage {
   std::vector<at::Tensor> tensors;  // on the CPU; an undefined tensor stays undefined
 };
 
-// One direction. Used by one thread at a time on each side. All ranks must pass the same ranks and
-// `lane`. A message must be received under the label with which it was sent. If text, shapes and
-// dtypes equal those of the previous message, they are not sent again.
+// One direction. Used by one thread at a time on each side. All ranks must pass the same `from`,
+// `to` and `lane`. A message must be received under the label with which it was sent. If text,
+// shapes and dtypes equal those of the previous message, they are not sent again.
 class Messages {
  public:
   Messages(std::shared_ptr<Group> group, int from, const std::vector<int>& to,

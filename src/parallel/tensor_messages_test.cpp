@@ -16,7 +16,7 @@ namespace {
 std::vector<TensorMessage> examples() {
   const at::Tensor values = at::arange(24, at::kFloat).view({2, 3, 4});
   return {{"first", {values, at::ones({3}, at::kLong)}},
-          {"first", {values * 2, at::zeros({3}, at::kLong)}},  // as in the previous message
+          {"first", {values * 2, at::zeros({3}, at::kLong)}},  // repeats the header
           {"longer", {values.slice(1, 0, 2), at::Tensor(), at::ones({2}, at::kBFloat16)}},
           {"", {at::zeros({0, 5}), values.transpose(0, 2)}},
           {"nothing", {}},

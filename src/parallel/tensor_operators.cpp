@@ -26,9 +26,9 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Used in a forward. Results of peers have their own memory, mostly in another shape. Below
+// Used in a forward. Results of an exchange have their own memory and usually another shape. Below
 // autograd, reshaping a result does not make a view. If a custom function returned a view, the
-// model could not change it in place (`output += residual`).
+// model could not change the result in place (`output += residual`).
 using NoViews = at::AutoDispatchBelowADInplaceOrView;
 
 enum class Transfer : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };

@@ -64,8 +64,8 @@ at::Tensor part(const at::Tensor& whole, int64_t dim, int rank, int size) {
   return whole.narrow(dim, rank * own, own);
 }
 
-// Gradients without memory of their own, as autograd passes them: transposed, expanded, or every
-// second column.
+// Returns tensors with the same values and with strides as autograd may pass them: contiguous,
+// transposed, and every second column of a wider tensor.
 Tensors strided(const at::Tensor& values) {
   const at::Tensor wide = at::randn({values.size(0), 2 * values.size(1)});
   wide.slice(1, 0, 2 * values.size(1), 2).copy_(values);

@@ -44,7 +44,7 @@ bool is_row(Style style) {
   return style == Style::kRow || style == Style::kRowCut || style == Style::kRowTokens;
 }
 
-// Styles of parameters whose modules compute with their part themselves.
+// Returns whether the style is for a parameter whose module itself computes with this rank's part.
 bool is_own(Style style) { return style == Style::kOwnRows || style == Style::kOwnColumns; }
 
 struct Rule {
@@ -136,7 +136,7 @@ class Cutter {
     const std::optional<Matrix> matrix = matrix_of(tree_, module);
     if (!matrix) {
       rule.fail(concat("module \"", module.name, "\" is a ", module.type,
-                       "; expected a module with one weight of two dims and at most a bias "
+                       "; expected a module with one weight of two dims and at most one bias "
                        "(linear, embedding). The model has: ",
                        names_of_matrices(tree_)));
     }
@@ -150,7 +150,7 @@ class Cutter {
       if (rule.sizes.size() != 1 || rule.sizes.front() % count_ != 0) {
         return share_heads(*matrix, rule, ruled);
       }
-      ruled.style = Style::kColumn;  // there are at least as many heads as ranks
+      ruled.style = Style::kColumn;  // each rank has at least one head
     }
     const int64_t dim = takes_out ? out_dim : 1 - out_dim;
     const Cut cut{TensorCut::kCut, dim, parts(weight.size(dim), module.name, rule)};
@@ -185,8 +185,8 @@ class Cutter {
     give(index, {style == Style::kPartial ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
   }
 
-  // A module that shares a cut parameter needs a rule. Otherwise it would use its part as if it
-  // were the whole parameter.
+  // A module that shares a cut parameter needs a rule. Otherwise the module would use this rank's
+  // part as if it were the whole parameter.
   void check_shared(const std::vector<Ruled>& ruled) const {
     for (size_t index = 0; index < tree_.modules.size(); ++index) {
       const bool known = std::any_of(ruled.begin(), ruled.end(), [&](const Ruled& one) {

@@ -17,12 +17,12 @@ enum class Style : uint8_t {
   kColumnGather,  // R -> I: kColumn, and the output is gathered
   kRow,           // V -> I: columns of the weight are cut
   kRowCut,        // I -> I: kRow, on the rank's share of the input
-  kRowTokens,     // V -> V: kRow, but a rank gets its tokens of the sum; a bias has addends
+  kRowTokens,     // V -> V: kRow, but a rank gets only its tokens; a bias's gradient is partial
   kVocab,         // any number of rows; embedding: rows are cut; linear: like kColumnGather
   kShared,        // R -> V: the weight is whole, and a rank computes the head that it needs
   kPartial,       // V -> V: the weight is whole, and its gradient is summed over the ranks
   kWhole,         // the same on every rank; the rule only states that this is intended
-  kOwnRows,       // of a parameter: dim 0 is cut, and its module computes with the part itself
+  kOwnRows,       // for a parameter: dim 0 is cut; its module computes with the part directly
   kOwnColumns,    // the same with dim 1
 };
 
@@ -41,14 +41,14 @@ struct Ruled {
 // "column_gather", "row", "row_cut" and "row_tokens" (parts as for "column" are allowed), "vocab",
 // "shared:2" (2 heads; fewer heads than ranks), "partial", "whole". The front's own styles are
 // skipped: "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules
-// around others). A pattern may also name a parameter with the style "partial", "whole", "own_rows"
-// or "own_columns" (parts as for "column" are allowed). The first rule that matches applies. Throws
-// ConfigError for rules that match nothing, are impossible, or contradict each other on a shared
-// parameter.
+// around others). A pattern may also name a parameter; its style must be "partial", "whole",
+// "own_rows" or "own_columns" (parts as for "column" are allowed). The first rule that matches
+// applies. Throws ConfigError for rules that match nothing, are impossible, or contradict each
+// other on a shared parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);
 
-// Names of the linears and embeddings, for error texts.
+// Returns the names of the Linear and Embedding modules, for error texts.
 std::string names_of_matrices(const ModelTree& tree);
 
 }  // namespace penstock::parallel

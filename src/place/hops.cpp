@@ -13,7 +13,7 @@ bool among(const std::vector<Axis>& axes, Axis axis) {
   return std::find(axes.begin(), axes.end(), axis) != axes.end();
 }
 
-// The layout that a kind of move needs on its axes, and the layout it leaves there.
+// The layout that a kind of move needs on its axes, and the layout that results.
 struct Change {
   MoveKind kind;
   Layout from, to;

@@ -17,7 +17,7 @@ enum class Axis : uint8_t { kPipeline, kNode, kLocal, kExpert, kSequence, kTenso
 struct AxisRow {
   Axis axis;
   const char* name;
-  bool shards_state;  // false: a placement may not be S on it
+  bool shards_state;  // false: a placement may not be S on this axis
 };
 inline constexpr std::array kAxes = {
     AxisRow{Axis::kPipeline, "pipeline", false},  // stages hold different state

@@ -154,7 +154,7 @@ TEST(HopsTest, MovesReadAsExpected) {
       {"SS,tensor=S@device:fp32", "RR@device:fp32", "all_gather(data,tensor)"},
       {"RR,tensor=S@device:fp32", "SS,tensor=S@device:fp32",
        "all_gather(tensor); slice(data,tensor)"},
-      // It is not gathered if the outer axes only have sums.
+      // The inner axis is not gathered if the outer axes only have sums.
       {"RR,pipeline=P,tensor=S@device:fp32", "RR,tensor=S@device:fp32", "all_reduce(pipeline)"},
   };
   for (const HopsCase& c : cases) EXPECT_EQ(hops_text(c.from, c.to), c.moves) << c.from;
@@ -196,7 +196,7 @@ class World {
  public:
   World(const Mesh& mesh, const Placement& place) : mesh_(mesh), place_(place) {
     const int num_shards = penstock::num_shards(place, mesh);
-    double share = 1;  // addend of each rank of a partial sum, for every number
+    double share = 1;  // what each rank contributes to each number of a partial sum
     for (const AxisRow& row : kAxes)
       if (place.on(row.axis) == Layout::kPartial) share /= mesh.size(row.axis);
     for (int rank = 0; rank < mesh.world(); ++rank) {
@@ -240,14 +240,14 @@ class World {
   std::vector<std::vector<double>> copies_;
 };
 
-// A sum cannot be undone; every other pair has moves.
+// No moves turn a sum back into partial sums; all other pairs have moves.
 bool has_way(const Placement& from, const Placement& to) {
   return std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
     return to.on(row.axis) != Layout::kPartial || from.on(row.axis) == Layout::kPartial;
   });
 }
 
-// Every ordered pair, or one in `stride`.
+// Calls `check` for every ordered pair, or for one pair in `stride`.
 template <typename Check>
 void for_pairs(const std::vector<Placement>& places, size_t stride, const Check& check) {
   for (size_t i = 0; i < places.size() * places.size(); i += stride)

@@ -11,8 +11,8 @@ namespace penstock {
 
 namespace {
 
-// Compares cells normalized for the mesh ([Note: Equal layouts]). Errors quote the table as it was
-// written.
+// Compares cells that are normalized for the mesh ([Note: Equal layouts]). Errors quote the table
+// as it was written.
 class Checker {
  public:
   Checker(const Table& table, const Mesh& mesh, Dtype precision)

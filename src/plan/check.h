@@ -12,7 +12,8 @@ struct Conditions {
   bool late_update = false;    // step() returns before the optimizer has finished
 };
 
-// Returns the narrowest dtype among the trainable parameters. Other parameters keep theirs.
+// Returns the narrowest dtype among the trainable parameters. Other parameters keep their own
+// dtypes.
 Dtype precision_of(const ModelDesc& model);
 
 // Throws ConfigError with the cell, its value, the principle and the allowed values.

@@ -1,4 +1,4 @@
-// Every principle refuses its tables with the cell's name, and docs/tables.md lists every
+// Every principle refuses tables that violate it and names the cell. docs/tables.md lists every
 // principle.
 #include "src/plan/check.h"
 
@@ -49,7 +49,7 @@ TEST(CheckTest, CellsThatRun) {
   EXPECT_EQ(refusal(with(Role::kGrad, Phase::kHold, "PS@host:fp32")), "");
   EXPECT_EQ(refusal(with(Role::kOptim, Phase::kRest, "RR@disk:fp32")), "");
   EXPECT_EQ(refusal(with(Role::kGrad, Phase::kHold, "PP@device:fp32")), "");
-  Table table = with(Role::kGrad, Phase::kUpdate, "RS@device:bf16");  // where their state is
+  Table table = with(Role::kGrad, Phase::kUpdate, "RS@device:bf16");  // as the optimizer state
   table.set(Role::kOptim, Phase::kUpdate, Placement::parse("RS@device:fp32"));
   EXPECT_EQ(refusal(table), "");
 }

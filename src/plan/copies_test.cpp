@@ -38,7 +38,7 @@ TEST(CopiesTest, WhatMovesLeavesItsPlaceAndIsAddedToWhatIsThere) {
   book.make(at("PP@device:bf16"));
   book.move(moves({"reduce_scatter(data)"}));
   EXPECT_EQ(book.places(), std::vector<Placement>{at("SS@device:bf16")});
-  book.make(at("PP@device:bf16"));  // of the next backward
+  book.make(at("PP@device:bf16"));  // made by the next backward
   book.make(at("PP@device:bf16"));
   EXPECT_EQ(book.places().size(), 2U);
   book.move(moves({"reduce_scatter(data)"}));

@@ -14,7 +14,7 @@ namespace penstock {
 // same cut over the tensor axis.
 struct FlatDesc {
   int64_t numel = 0;           // padded to a multiple of the number of data ranks
-  Dtype dtype = Dtype::kFp32;  // the dtype it computes in
+  Dtype dtype = Dtype::kFp32;  // the compute dtype
   bool trainable = true;
   TensorCut tensor = TensorCut::kWhole;
   bool stages = false;  // several pipeline stages have it (tied weights)

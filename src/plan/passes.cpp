@@ -158,7 +158,7 @@ bool ring_sends_less(const Mesh& mesh, const Table& table) {
   if (std::find(first->axes.begin(), first->axes.end(), Axis::kNode) == first->axes.end())
     return false;
   const int64_t local = mesh.size(Axis::kLocal), ranks = mesh.data();
-  // Compares gradient parts that leave a node, times the bytes per value.
+  // Compares the bytes that leave a node: the number of gradient parts times the bytes per value.
   return 4 * (ranks - 1) < 2 * local * (ranks - local);
 }
 

@@ -62,7 +62,7 @@ Schedule one_forward_one_backward(const PipelineShape& shape) {
   if (shape.virtual_stages > 1 && shape.micro % num_rounds != 0) {
     refuse_schedule(concat("\"interleaved\" on ", shape.ranks, " ranks runs ", shape.micro,
                            " micro-batches in ", num_rounds,
-                           " rounds, which must have equal numbers of them: change "
+                           " rounds, which must be of equal size: change "
                            "\"batch.accumulate\""));
   }
   const int round = shape.virtual_stages > 1 ? shape.micro / num_rounds : shape.micro;

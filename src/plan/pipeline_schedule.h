@@ -42,7 +42,7 @@ struct PipelineShape {
   int micro = 1;
 };
 
-// "gpipe": all forwards, then all backwards (with virtual stages breadth first, arXiv:2211.05953).
+// "gpipe": all forwards, then all backwards (with virtual stages: breadth first, arXiv:2211.05953).
 // "1f1b": each backward as early as possible (PipeDream-flush, arXiv:2006.09503); one stage per
 // rank. "interleaved": 1f1b over virtual stages (arXiv:2104.04473, section 2.2). Throws ConfigError
 // for an unknown name and for shapes that the schedule does not allow.

@@ -1,5 +1,5 @@
 #pragma once
-// Step and Plan: the ordered actions of one training step. Both print, parse and hash.
+// Step and Plan: the ordered actions of one training step. Both can be printed, parsed and hashed.
 //
 //   micro 0
 //   move u1 param all_gather(data)
@@ -34,8 +34,8 @@ enum class Op : uint8_t {
   kBackward,  // computes, with a mark; leaves the unit's gradient as a partial sum
   kDrop,      // frees copies of the role other than the resting one
   kSum,       // sums gradient addends of ranks along axes other than data
-  kNorm,      // global gradient norm over all units: one small collective
-  kUpdate,    // optimizer
+  kNorm,      // computes the global gradient norm over all units: one small collective
+  kUpdate,    // runs the optimizer
   kPublish,   // the updated master weights become the parameter's resting copy, through `moves`
   kSend,      // sends the result of a forward (act) or backward (grad) to the stage at `hop`
   kReceive,   // receives the input of a forward (act) or backward (grad) from the stage at `hop`

@@ -4,14 +4,16 @@
 // counts exactly the buffers that the executor takes. Plain values, usable from any thread.
 //
 // [Note: Fusions]
-//   slice, copy, cast      one pass reads a part, converts it and writes it to its tier
-//   ... ; all_gather       the last pass before it writes this rank's shard into the gathered copy
-//   reduce_scatter; ...    the sum is written in its last dtype to its last tier, and added there
+//   slice, copy, cast      one pass reads a part, converts it and writes it to the last tier
+//   ... ; all_gather       the pass before the gather writes its result straight into this rank's
+//                          shard of the gathered copy
+//   reduce_scatter; ...    the sum is written to the last tier in the last dtype or, if a sum is
+//                          there already, added to that sum
 //   all_reduce             in place if nothing else changes: the partial sum becomes the sum
 //   sum; sum               values between two sums stay in fp32
 //   update; publish        the first pass of the publish joins the pass of the update if it
 //                          ends in the resting copy or in this rank's shard of it
-// P stands for an incomplete mean: each sum is divided by the number of ranks that it adds.
+// P stands for an incomplete mean: each sum is divided by the number of ranks whose values it adds.
 #include <cstdint>
 #include <vector>
 

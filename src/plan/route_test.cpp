@@ -68,7 +68,7 @@ TEST(RouteTest, BetweenTwoSumsValuesAreWide) {
             "reduce_scatter PS@device:fp32 | all_reduce RS@device:fp32 | local RS@device:bf16");
   EXPECT_EQ(way.dtype_after(0, Dtype::kBf16, Dtype::kBf16), Dtype::kFp32);
   EXPECT_EQ(way.dtype_after(2, Dtype::kBf16, Dtype::kBf16), Dtype::kBf16);
-  // A buffer may have its own dtype; it keeps that dtype while values do not widen.
+  // A buffer may have its own dtype, and keeps this dtype unless a pass widens the values.
   EXPECT_EQ(between("PP@device:bf16", "SS@device:bf16").dtype_after(0, Dtype::kFp32, Dtype::kFp32),
             Dtype::kFp32);
   EXPECT_EQ(text(between("PP@device:bf16", "RS@host:fp32")),
@@ -86,7 +86,7 @@ TEST(RouteTest, WhatIsSummedInPlaceIsWhereItEnds) {
 TEST(RouteTest, AnUpdateDoesTheFirstPassOfItsPublish) {
   EXPECT_TRUE(between("SS@host:fp32", "RR@device:bf16").joins_update());
   EXPECT_TRUE(between("SS@device:fp32", "SS@device:bf16").joins_update());
-  // The written part must be this rank's whole part of the resting copy, or of its gather buffer.
+  // The update must write this rank's entire part of the resting copy or of its gather buffer.
   EXPECT_FALSE(between("RR@device:fp32", "SS@device:bf16").joins_update());
   EXPECT_FALSE(between("SS@host:fp32", "RR@host:bf16").joins_update());
   EXPECT_FALSE(between("SS@host:fp32", "SS@disk:bf16").joins_update());

@@ -1,5 +1,5 @@
 #pragma once
-// Properties of a plan line that several passes need. Pure functions.
+// Properties of a plan line that several plan passes need. Pure functions.
 #include <algorithm>
 #include <cstdint>
 
@@ -29,7 +29,8 @@ inline bool in_order(const Step& above, const Step& move) {
   return shares_unit(above, move) && !is_move(above, Role::kAct) && !is_transfer(above);
 }
 
-// Returns whether the move makes parameters ready for use. Other moves (to `hold`) come after it.
+// Returns whether the move makes parameters ready for use. Other moves (to `hold`) come after the
+// use.
 inline bool is_gather(const Step& step) {
   return is_move(step, Role::kParam) &&
          std::any_of(step.moves.begin(), step.moves.end(), [](const Move& move) {

@@ -31,7 +31,7 @@ PENSTOCK_API int data_rank(const MeshConfig& mesh, int rank);
 // recomputed.
 void mark_recomputed(const Config& config, ModelDesc& model);
 
-// In backward, moves the end of each unit with frozen parameters behind the units that only produce
+// In backward, moves the end of each unit with frozen parameters after the units that only produce
 // a gradient. A unit with frozen parameters has no gradient that marks its last use, so it stays in
 // use until a backward enters another unit.
 void end_frozen_last(const Table& table, ModelDesc& model);
@@ -42,11 +42,11 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model);
 // Replaces "auto" by the dtype that sends fewer bytes between nodes. `rings`: the ranks have a
 // device back end that sums along rings.
 void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config);
-// Applies the passes that the config selects.
+// Applies the plan passes that the config selects.
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
 
 // Returns the strategy's preset with the config's own cells. Its precision is the narrowest dtype
-// among trainable parameters; parameters of other dtypes keep them (Table::dtype_in).
+// among trainable parameters; parameters of other dtypes keep their own (Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);
 // Returns whether the strategy's resting parameters are sharded, so that they can be on another
 // tier.
@@ -56,14 +56,14 @@ bool can_rest_away(const std::string& strategy);
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer);
 int num_moments(const Config& config);  // per parameter, without the master
 
-// Returns the plan of one window as the engine runs it: section after section, each with its
+// Returns the plan of one window as the engine runs it: section after section, each with its plan
 // passes. `table` must be normalized for the mesh, and set_chunks() must have been called for
 // `model`.
 Plan window_plan(const Config& config, const Table& table, const ModelDesc& model);
 
 // Predicts one training step of this strategy. The bytes are the peaks of a run: of its first steps
-// and of the steps after them. They are what `penstock plan`, initialize(), the advice of errors
-// and the ledger say.
+// and of the steps after them. `penstock plan`, initialize(), the advice in errors and the ledger
+// all report these bytes.
 Ledger predict(const Config& config, ModelDesc model, bool external_optimizer = false);
 // Like predict(), but plans at most three micro-batches of a window, since all other micro-batches
 // are alike.

@@ -10,7 +10,7 @@
 namespace penstock::strategy_test {
 namespace {
 
-constexpr int64_t kOwned = 100000;  // elements per rank, of each flat but the last
+constexpr int64_t kOwned = 100000;  // elements per rank of each large trainable flat
 constexpr int kRanks = 2;
 
 ModelDesc model() {

@@ -79,7 +79,8 @@ struct TableOptions {
   Tier act_tier = Tier::kDevice;
 };
 
-// Returns one of preset_names(). Throws ConfigError with the nearest name.
+// Returns the preset `name`, one of preset_names(). For any other name, throws ConfigError with the
+// nearest one.
 Table preset(const std::string& name, const TableOptions& options);
 const std::vector<std::string>& preset_names();
 

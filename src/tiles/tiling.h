@@ -30,17 +30,17 @@ struct Bias {
   at::Tensor param, values;
 };
 
-// One tiled parameter of the core's model. All calls come from the thread that runs the model. If
-// parameters are sharded, every rank makes the same calls, inside or outside the model's forward.
-// Gradients of the weight go to the engine; autograd carries the other gradients through the
-// results. Second derivatives are not supported (RuntimeFault).
+// One tiled parameter of the core's model. All calls come from the model's thread. If parameters
+// are sharded, every rank makes the same calls, inside or outside the model's forward. Gradients of
+// the weight go to the engine; autograd carries the other gradients through the results. Second
+// derivatives are not supported (RuntimeFault).
 class PENSTOCK_API Tiles {
  public:
   // Throws ConfigError when `param` is not tiled.
   Tiles(const Core& core, const std::string& param);
   // Returns the names of the tiled parameters.
   static std::vector<std::string> names(const Core& core);
-  // For use without a core: `loss_tokens` as in the config.
+  // For use without a core. `loss_tokens` is the value in the config.
   Tiles(std::shared_ptr<tiles::TiledWeights> weights, const std::string& param,
         int64_t loss_tokens);
 
@@ -55,7 +55,7 @@ class PENSTOCK_API Tiles {
   // Returns the cross-entropy of the logits linear(input, bias) without storing all logits: it
   // computes `loss_tokens` rows and one tile at a time, with a running log-sum-exp
   // (arXiv:1805.02867). Backward computes the logits again. input [tokens, columns], target
-  // [tokens] -> [] or [tokens], computed in fp32, of dtype `out`.
+  // [tokens] -> [] or [tokens], computed in fp32 and returned in dtype `out`.
   at::Tensor cross_entropy(const at::Tensor& input, const Bias& bias, const at::Tensor& target,
                            const CrossEntropyOptions& options, at::ScalarType out) const;
 

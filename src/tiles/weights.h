@@ -33,8 +33,8 @@ struct TiledWeight {
   std::string tile_name(size_t tile) const;
 };
 
-// The engine, as tiles see it. Called by the thread that runs the model and, in a backward, by
-// autograd's thread.
+// The engine, as tiles see it. Called by the model's thread and, in a backward, by autograd's
+// thread.
 class Host {
  public:
   virtual ~Host() = default;
@@ -51,8 +51,8 @@ class Host {
   virtual void run_in_backward(const std::function<void()>& work) = 0;
 };
 
-// The tiled weights of one model. Owned by the engine; operators keep it alive while they run. Only
-// one thread at a time may use it.
+// The tiled weights of one model. The engine owns this object, and operators keep it alive while
+// they run. Only one thread at a time may use it.
 class TiledWeights {
  public:
   // `host` must outlive this object. `unit_names` has a unit for every tile.
@@ -80,13 +80,12 @@ class TiledWeights {
   void gather(const std::vector<int>& units, mem::Arena& memory);
   void release(const std::vector<int>& units, bool write);
 
-  // Adds a tensor for each weight to `tensors`. Returns a map from the unit of each tile to the
-  // rows that it writes.
+  // Adds a tensor without values for each weight to `tensors`. Returns, by unit, the rows of these
+  // tensors that the unit's tile fills.
   std::map<int, at::Tensor> whole_values(
       bool only_trainable, const at::TensorOptions& options,
       std::vector<std::pair<std::string, at::Tensor>>* tensors) const;
-  // Replaces the values of weights by the values of their tiles. Throws ConfigError for a wrong
-  // shape.
+  // Replaces each tiled weight in `by_name` with its tiles. Throws ConfigError for a wrong shape.
   void split_rows(std::map<std::string, at::Tensor>& by_name) const;
 
   // Ends all use; operators throw afterwards. Calling return_rows() for every tile then gives the

@@ -159,7 +159,7 @@ std::string dump(const Recorder& of) {
   std::ofstream file(path);
   file << chrome_trace({chrome_events(of, of.last())}, "{}");
   file.close();
-  return concat("; ", file ? "its last steps are in " : "no timeline could be written to ", path);
+  return concat("; ", file ? "the last steps are in " : "no timeline could be written to ", path);
 }
 
 }  // namespace penstock::trace

@@ -68,7 +68,7 @@ TEST(Chrome, WhatAnErrorLeaves) {
   recorder.add({5000, 9000, 0, 0, 0, text("move u1"), 2, Kind::kLine});
   const std::string said = dump(recorder);
   const std::string path = said.substr(said.find('/'));
-  EXPECT_EQ(said, "; its last steps are in " + path);
+  EXPECT_EQ(said, "; the last steps are in " + path);
   std::ifstream file(path);
   const std::string made{std::istreambuf_iterator<char>(file), {}};
   EXPECT_NE(made.find(R"("name":"move u1")"), std::string::npos) << made;

@@ -88,7 +88,7 @@ class Recorder {
 
   void add(Event event);
   EventSum sum(int16_t row, Kind kind) const;
-  // Returns the sum over the waits of the model's row for this row.
+  // Returns the sum over the waits in which the model's row waited for this row.
   EventSum waited_for(int16_t row) const;
   // Returns the sum over all events of this kind, on all rows.
   EventSum sum(Kind kind) const;
@@ -98,7 +98,7 @@ class Recorder {
   std::vector<Event> end_record();
   // Returns the last events, oldest first.
   std::vector<Event> last() const;
-  // Frees the memory for events that are still to come; later events may take memory again.
+  // Frees the memory reserved for future events; such events may then take memory again.
   void fit();
   int64_t dropped() const;  // events that record() did not keep because of kMostRecorded
 

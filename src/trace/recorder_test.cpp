@@ -84,7 +84,7 @@ TEST(Recorder, TheModelsWaitsByWhatTheyAreFor) {
   Event wait = event(10, 25, "w", Kind::kWait);
   wait.of = lane;
   recorder.add(wait);
-  wait.row = lane;  // of another thread
+  wait.row = lane;  // the wait of another thread
   recorder.add(wait);
   EXPECT_EQ(recorder.waited_for(lane).ns, 15);
   EXPECT_EQ(recorder.sum(Kind::kWait).ns, 30);

@@ -12,7 +12,7 @@ namespace {
 
 size_t at(int row, int column, int columns) { return static_cast<size_t>(row * columns + column); }
 
-// a (rows x inner) times b (inner x columns).
+// Returns a (rows x inner) times b (inner x columns).
 Matrix multiply(const Matrix& a, const Matrix& b, int inner) {
   const int rows = static_cast<int>(a.size()) / inner;
   const int columns = static_cast<int>(b.size()) / inner;
@@ -49,7 +49,7 @@ bool has_gain(int unit) { return unit % 2 == 0; }
 Matrix weights_of(const Matrix& all) { return {all.begin(), all.end() - kWidth}; }
 Matrix extra_of(const Matrix& all) { return {all.end() - kWidth, all.end()}; }
 
-// Of one value a column.
+// `by` and `addends` have one value per column.
 void scale_columns(Matrix& values, const Matrix& by) {
   for (size_t i = 0; i < values.size(); ++i) values[i] *= by[i % kWidth];
 }
@@ -72,7 +72,7 @@ Matrix joined(Matrix one, const Matrix& other) {
   return one;
 }
 
-// The columns of W on this tensor rank (column split); its rows else.
+// Returns the columns of W on this tensor rank (column split), or else its rows.
 Matrix cut(const Matrix& full, TensorSplit split, const Mesh& mesh, int tensor) {
   if (mesh.size(Axis::kTensor) == 1) return full;
   const int part = kWidth / mesh.size(Axis::kTensor);
@@ -259,7 +259,7 @@ const Matrix& ChainModel::activated() {
   return value_;
 }
 
-// What W is multiplied with.
+// Returns the matrix by which W is multiplied.
 Matrix ChainModel::scaled_input(int unit) const {
   Matrix input = inputs_[unit];
   if (has_gain(unit)) scale_columns(input, extras_[unit]);

@@ -19,7 +19,7 @@ std::shared_ptr<const std::vector<Buffers>> Exchange::all(int rank, const std::v
     slot->text = what;
     slot->given = std::make_shared<std::vector<Buffers>>(group.size());
   }
-  const std::shared_ptr<Meeting> meeting = slot;  // the last to arrive takes it out of the map
+  const std::shared_ptr<Meeting> meeting = slot;  // the last rank to arrive removes it from the map
   if (meeting->text != what)
     fail_locked(concat("rank ", rank, " is at '", what, "', others at '", meeting->text, "'"));
   if (!failure_.empty()) throw RuntimeFault(failure_);
@@ -40,7 +40,7 @@ void Exchange::post(int rank, int peer, const std::string& tag, std::vector<doub
   std::deque<Message>& letters = letters_[{rank, peer}];
   letters.push_back({tag, std::move(values)});
   changed_.notify_all();
-  // Of a rank that waits for each message to be taken there is one at a time.
+  // With kRendezvous a rank waits until its message is taken, so it has one message at a time.
   if (transport_ == Transport::kRendezvous)
     wait(lock, rank, concat("send ", tag), [&] { return letters.empty(); });
 }
@@ -82,7 +82,7 @@ void Exchange::wait(std::unique_lock<std::mutex>& lock, int rank, const std::str
   const bool in_time =
       changed_.wait_for(lock, timeout_, [&] { return over() || !failure_.empty(); });
   waits_.erase(rank);
-  if (!in_time) fail_locked(concat("rank ", rank, " waited in vain for peers at '", where, "'"));
+  if (!in_time) fail_locked(concat("rank ", rank, " timed out waiting for peers at '", where, "'"));
   if (!over()) throw RuntimeFault(failure_);
 }
 

@@ -1,7 +1,7 @@
 #pragma once
-// Exchange: what a process group is to the engine, for ranks that are threads of one test. One
-// object for all ranks; every method may be called by any of them. Nothing here waits for ever: a
-// rank that is late, disagrees or has failed ends all ranks with an error.
+// Exchange: stands in for a process group, for ranks that are threads of one test. All ranks share
+// one object, and any rank may call any method. No call waits forever: if a rank is late, disagrees
+// or has failed, all ranks end with an error.
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -19,30 +19,31 @@ using Buffers = std::vector<std::vector<double>>;
 
 class Exchange {
  public:
-  // How a message goes. kRendezvous, as NCCL has it: a send waits for its receive, and two ranks
-  // take each other's messages in the order in which they were sent. kBuffered, as gloo has it: a
-  // send never waits, and a receive takes the message that it names.
+  // How messages are sent. kRendezvous (as in NCCL): a send waits for its receive, and two ranks
+  // receive each other's messages in the order of the sends. kBuffered (as in gloo): a send never
+  // waits, and a receive takes the message that it names.
   enum class Transport { kRendezvous, kBuffered };
 
-  // `world` ranks, which all say ended() at their end: where every one waits, all end at once. 0:
-  // that is not looked at.
+  // `world`: number of ranks, each of which calls ended() at its end. If every rank that has not
+  // ended waits, all ranks end at once with an error. 0: such deadlocks are not detected.
   explicit Exchange(std::chrono::milliseconds timeout, int world = 0,
                     Transport transport = Transport::kBuffered)
       : timeout_(timeout), world_(world), transport_(transport) {}
 
-  // Every rank of `group` gives its buffers and gets everybody's, in the order of `group`. They
-  // must agree on `text` and on the sizes. Throws RuntimeFault.
+  // Every rank of `group` passes its buffers and gets the buffers of all ranks, in the order of
+  // `group`. The ranks must agree on `text` and on the sizes. Throws RuntimeFault.
   std::shared_ptr<const std::vector<Buffers>> all(int rank, const std::vector<int>& group,
                                                   const std::string& text, Buffers mine);
 
-  // From `rank` to `peer` and back; both name the same `tag`. Throw RuntimeFault.
+  // post() sends values from `rank` to `peer`; take() receives values at `rank` from `peer`. Both
+  // sides pass the same `tag`. Both throw RuntimeFault.
   void post(int rank, int peer, const std::string& tag, std::vector<double> values);
   std::vector<double> take(int rank, int peer, const std::string& tag);
 
-  // A rank makes no more calls.
+  // Must be called when a rank makes no more calls.
   void ended();
 
-  // Ends every wait, now and later; the first reason is kept.
+  // Ends all waits, including later ones. Keeps the first reason.
   void abort(const std::string& reason);
 
  private:
@@ -61,7 +62,7 @@ class Exchange {
   };
 
   void fail_locked(const std::string& reason);
-  // Until over(), or a failure.
+  // Waits until over() returns true, or until a failure.
   void wait(std::unique_lock<std::mutex>& lock, int rank, const std::string& where,
             const std::function<bool()>& over);
   void look_for_deadlock();
@@ -69,7 +70,7 @@ class Exchange {
   const std::chrono::milliseconds timeout_;
   const int world_;
   const Transport transport_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::map<std::pair<int, int>, std::deque<Message>> letters_;  // by sender and receiver
   std::map<int, Wait> waits_;                                   // by rank

@@ -1,4 +1,4 @@
-// Plans with one planted fault must fail or train other weights: else the interpreter proves
+// Plans with one planted fault must fail or train other weights; otherwise the interpreter proves
 // nothing.
 #include <gtest/gtest.h>
 
@@ -17,7 +17,8 @@ namespace {
 
 struct Fault {
   const char* name;
-  // Plants itself in the step, or does not: nullopt drops the step.
+  // `concerns`: whether the fault can be planted in a step. `plant`: the new step; nullopt drops
+  // it.
   std::function<bool(const Step&)> concerns;
   std::function<std::optional<Step>(Step)> plant;
   bool only_first_micro = false;
@@ -59,7 +60,7 @@ std::vector<Fault> faults() {
       instead("slice for all_gather", MoveKind::kAllGather, slices),
       instead("slice for reduce_scatter", MoveKind::kReduceScatter, slices),
       instead("slice for all_reduce", MoveKind::kAllReduce, slices),
-      // From the second on, hpz holds a copy from which a local gather is right.
+      // From the second micro-batch on, hpz holds a copy for which a local gather is right.
       instead("local all_gather", MoveKind::kAllGather, stays_local, true),
       instead("local reduce_scatter", MoveKind::kReduceScatter, stays_local),
       instead("local all_reduce", MoveKind::kAllReduce, stays_local),
@@ -98,7 +99,7 @@ TEST(FaultsTest, NoPlantedFaultGoesUnseen) {
         } else {
           broken.steps.erase(broken.steps.begin() + static_cast<std::ptrdiff_t>(i));
         }
-        if (broken == plan) continue;  // the local gather of a plan that gathers locally
+        if (broken == plan) continue;  // the plan already gathers locally
         const Outcome outcome = interpret(run, {broken});
         EXPECT_TRUE(!outcome.error.empty() || !(outcome.deviation < 1e-6))
             << tables.text() << ": " << fault.name << " at " << i << " '" << plan.steps[i].text()

@@ -1,5 +1,5 @@
-// Each *.plan file: a config in '#' lines, then the steps it must give. To accept new plans,
-// run with PENSTOCK_UPDATE_GOLDEN=1 and read the difference.
+// Each *.plan file has a config in '#' lines and then the steps that it must give. To accept new
+// plans, run with PENSTOCK_UPDATE_GOLDEN=1 and review the difference.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,15 +17,15 @@
 namespace penstock::golden_test {
 namespace {
 
-// A '#' line with the JSON of a config as users write it, then '# key = value' lines for what no
-// config says.
+// Read from a '#' line with the JSON of a config as users write it, and '# key = value' lines for
+// values that are not in a config.
 struct Case {
   Config config;
   int ranks = 8;
-  int tensor = 1;       // ranks of the tensor axis, which configs may not have yet
-  int chunks = 1;       // of block1's optimizer state, which is too small to be split by itself
-  std::string section;  // its name; empty = a whole step
-  bool passes = false;  // that the config asks for
+  int tensor = 1;       // number of tensor ranks
+  int chunks = 1;       // of block1's optimizer state, which is too small to be split automatically
+  std::string section;  // name of the section; empty: a whole step
+  bool passes = false;  // whether the passes that the config enables are run
 };
 
 Case read_case(const std::string& text) {
@@ -55,7 +55,7 @@ Case read_case(const std::string& text) {
   return read;
 }
 
-// A root (say embedding and head) and two blocks, the second with an fp32 part.
+// A root (for example embedding and head) and two blocks, the second with an fp32 flat.
 ModelDesc small_model(const Config& config) {
   const Dtype dtype = parse_dtype(config.precision.value_or("bf16"));
   ModelDesc model;

@@ -17,9 +17,9 @@ namespace penstock::plans {
 
 namespace {
 
-// One copy of a unit's role: a buffer for each flat (for the optimizer: the master weights of every
-// flat, then every mean, then every square). Buffers of frozen flats are empty where they have
-// none.
+// One copy of a unit's role, with a buffer for each flat (for the optimizer: the master weights of
+// all flats, then all means, then all squares). If frozen flats lack this role, their buffers are
+// empty.
 struct Copy {
   Placement place;
   Buffers buffers;
@@ -39,7 +39,7 @@ struct RoleState {
     book.make(copy.place);
     copies.push_back(std::move(copy));
   }
-  // What the book no longer has goes.
+  // Removes copies that are no longer in the book.
   void tidy() {
     std::erase_if(copies, [&](const Copy& copy) { return !book.has(copy.place); });
   }
@@ -63,19 +63,19 @@ void add(std::vector<double>& into, const std::vector<double>& from) {
   for (size_t i = 0; i < into.size(); ++i) into[i] += from[i];
 }
 
-// Unlike std::max, lets no NaN pass unseen.
+// Unlike std::max, keeps NaN.
 void raise_to(double& most, double value) {
   if (!std::isnan(most) && !(value <= most)) most = value;
 }
 
-// Where a rank is in the mesh, and what it has of the model.
+// The position of a rank in the mesh, and the units that the rank has.
 struct Place {
   const ModelDesc& model;
   const Mesh mesh;
   const int rank;
 
   int coordinate(Axis axis) const { return mesh.coordinate(rank, axis); }
-  // Whether a rank of the pipeline has the unit.
+  // Returns whether a rank of the pipeline has the unit.
   bool has(int stage_rank, int unit) const {
     return std::any_of(model.forward.begin(), model.forward.end(), [&](const Visit& visit) {
       return visit.unit == unit && visit.stage % mesh.size(Axis::kPipeline) == stage_rank;
@@ -90,7 +90,7 @@ struct Place {
   }
 };
 
-// A rank's samples of a step, and what it has computed of them.
+// A rank's samples of a step, and the values that the rank has computed from them.
 class MicroBatches {
  public:
   MicroBatches(const Place& place, int num_micro) : place_(place), num_micro_(num_micro) {}
@@ -101,7 +101,7 @@ class MicroBatches {
   }
   void begin_micro(int micro) { micro_ = micro; }
 
-  // Of the step's micro-batch. Stages after the first know nothing of its input.
+  // Returns the model of the step's micro-batch. Stages after the first do not know its input.
   ChainModel& of(const Step& step) {
     const int micro = step.micro == kNoMicro ? micro_ : step.micro;
     const auto [found, is_new] = chains_.try_emplace(micro, place_.model, place_.mesh);
@@ -114,7 +114,7 @@ class MicroBatches {
     return found->second;
   }
 
-  // The gradients that would go on to what precedes the chain.
+  // Checks the gradients of the chain's input.
   void check_input_grads(const Matrix& global, double& deviation) {
     if (!place_.first_stage()) return;
     if (static_cast<int>(chains_.size()) != num_micro_) fail("a micro-batch is missing");
@@ -127,7 +127,8 @@ class MicroBatches {
   }
 
  private:
-  // This rank's rows of the global batch, which is cut by micro-batch, then by data-parallel rank.
+  // Returns this rank's rows of the global batch, which is cut first by micro-batch and then by
+  // data rank.
   Matrix rows(const Matrix& global, int micro) const {
     const int data = place_.coordinate(Axis::kNode) * place_.mesh.size(Axis::kLocal) +
                      place_.coordinate(Axis::kLocal);
@@ -182,7 +183,7 @@ class RankRun {
     check_at_rest();
   }
 
-  // Against the trained reference.
+  // Returns the largest deviation from the trained reference.
   double deviation() const {
     double most = input_deviation_;
     for (size_t i = 0; i < norms_.size(); ++i)
@@ -258,7 +259,7 @@ class RankRun {
     }
   }
 
-  // `unit` is the last of the sender's stage, in the direction that it goes.
+  // `unit` is the last unit of the sender's stage, in the direction of the message.
   static std::string tag(const Step& step, int unit) {
     return concat(role_name(step.role), " of u", unit, " #", step.micro);
   }
@@ -307,13 +308,13 @@ class RankRun {
   }
 
   void sum_activations(const Move& move, Matrix& values) {
-    if (move.kind != MoveKind::kAllReduce) fail("activations only know all_reduce");
+    if (move.kind != MoveKind::kAllReduce) fail("activations support only all_reduce");
     const auto all = exchange_.all(rank_, mesh_.group(rank_, move.axes), now_, {values});
     values = (*all)[0][0];
     for (size_t i = 1; i < all->size(); ++i) add(values, (*all)[i][0]);
   }
 
-  // Of what the tensor ranks have addends of, or of a unit that is in several stages.
+  // Sums gradients of which tensor ranks have addends, or gradients of a unit in several stages.
   void sum(int unit, const std::vector<Move>& moves) {
     if (moves.size() != 1 || moves[0].kind != MoveKind::kAllReduce || moves[0].axes.size() != 1)
       fail("a sum is one all_reduce over one axis");
@@ -335,19 +336,19 @@ class RankRun {
     }
   }
 
-  // Of the copy that the moves start from.
+  // Takes the copy from which the moves start.
   Copy take_source(int unit, const Step& step) {
     RoleState& state = state_of(unit, step.role);
     const std::optional<Placement> from = state.book.source(step.moves);
     if (!from)
-      fail(concat("u", unit, " has no ", role_name(step.role), " that this can start from"));
+      fail(concat("u", unit, " has no ", role_name(step.role), " from which this can start"));
     return *state.at(*from);
   }
 
   void settle(int unit, const Step& step, Copy copy) {
     RoleState& state = state_of(unit, step.role);
     if (step.role == Role::kParam && state.book.current() == copy.place)
-      fail("it is there already");
+      fail("the destination already has a copy");
     if (step.role == Role::kGrad && copy.place != cell(Role::kGrad, Phase::kHold) &&
         copy.place != cell(Role::kGrad, Phase::kUpdate))
       fail(concat("no gradient belongs at ", copy.place.text()));
@@ -402,7 +403,8 @@ class RankRun {
   void norm() {
     batches_.check_input_grads(run_.expected.input_grads[static_cast<size_t>(step_ - 1)],
                                input_deviation_);
-    // What is held on disk comes later: its squares are added up as it is written.
+    // A gradient held on disk is fetched only after the norm, so its squares are summed at the
+    // write.
     const Placement& held = cell(Role::kGrad, Phase::kHold);
     const Placement& place = held.tier == Tier::kDisk ? held : cell(Role::kGrad, Phase::kUpdate);
     double sum = 0;
@@ -423,7 +425,8 @@ class RankRun {
     norms_.push_back(std::sqrt(total));
   }
 
-  // Of this rank in the norm: each element counts once in the world.
+  // Returns the weight of this rank's elements in the norm. Over all ranks, each element counts
+  // once.
   double share(int unit, size_t flat, const Placement& place) const {
     int parts = num_shards(place, mesh_) * mesh_.size(Axis::kPipeline), stages = 0;
     if (model_.units[unit].flats[flat].tensor == TensorCut::kCut)
@@ -452,7 +455,7 @@ class RankRun {
     if (state.published) adopt(unit, *optim);
   }
 
-  // Master weights become the resting copy of what trains.
+  // Master weights become the resting copy of the flats that train.
   void adopt(int unit, const Copy& master) {
     for (size_t flat = 0; flat < kNumFlats; ++flat)
       if (trains(unit, flat))

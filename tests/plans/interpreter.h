@@ -1,7 +1,7 @@
 #pragma once
-// Interpreter: runs any plan of a training step on ranks that are threads, over plain double
-// buffers. Every byte moves because a step says so: a plan that lacks a move, or has a wrong one,
-// ends in an error or in wrong weights. Casts are exact here.
+// Interpreter: runs any plan of a training step on ranks that are threads, with plain buffers of
+// doubles. Bytes move only if a plan line moves them, so a missing or wrong move ends in an error
+// or in wrong weights. Casts change no values here.
 #include <chrono>
 #include <string>
 #include <vector>
@@ -24,13 +24,13 @@ struct Training {
 };
 
 struct Outcome {
-  std::string error;  // of the first rank that failed; empty when all ended
+  std::string error;  // error of the first rank that failed; empty if none failed
   double deviation =
-      0;  // largest difference, on any rank, in weights, gradient norms, input gradients
+      0;  // largest difference on any rank in weights, gradient norms or input gradients
 };
 
-// plans[rank], or one plan for all ranks, or one for each rank of the pipeline; the same plan for
-// every training step of the problem.
+// `plans`: one plan per rank, one plan for all ranks, or one per rank of the pipeline. Every
+// training step of the problem runs the same plan.
 Outcome interpret(const Training& run, const std::vector<Plan>& plans);
 
 }  // namespace penstock::plans

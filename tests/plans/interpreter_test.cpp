@@ -1,5 +1,5 @@
-// Claim: a table is all a strategy is. Whatever the table, the mesh and the passes, a plan trains
-// the same weights as a trainer that knows none of them.
+// Claim: a strategy is nothing more than a table. Whatever the table, the mesh and the passes, a
+// plan trains the same weights as a trainer that knows none of them.
 #include "tests/plans/interpreter.h"
 
 #include <gtest/gtest.h>
@@ -40,7 +40,7 @@ std::vector<Setting> settings() {
 Plan make_plan(const Table& table, const ModelDesc& model, const Mesh& mesh,
                const Setting& setting) {
   const Plan plan = plan_step(table, model, mesh, setting.num_micro);
-  return setting.num_micro == 1  // the passes work in either order
+  return setting.num_micro == 1  // both orders of the passes are tested
              ? prefetch(fuse(plan, model, setting.bucket_bytes), model, setting.prefetch_bytes)
              : fuse(prefetch(plan, model, setting.prefetch_bytes), model, setting.bucket_bytes);
 }
@@ -55,8 +55,8 @@ const Mesh kMeshes[] = {make_mesh(1, 1),    make_mesh(1, 2),   make_mesh(2, 1),
 
 class InterpreterTest : public testing::Test {
  protected:
-  // Runs every table on the mesh; on large meshes each table gets a few of the 18 settings in turn
-  // (so `stride` has no divisor in common with 18).
+  // Runs every table on the mesh. On large meshes each table runs with only a few of the 18
+  // settings, in rotation (so `stride` must have no divisor in common with 18).
   void run_all(Variant variant, const Mesh& mesh, size_t stride) {
     const Problem problem = Problem::make(variant, 3);
     const Trained expected = train_reference(problem);
@@ -130,7 +130,7 @@ TEST(ExchangeTest, PeersThatAreLateOrDisagreeAreNamed) {
     return std::string();
   };
   EXPECT_EQ(failure(late, 0, "gather"),
-            "[plans::exchange] rank 0 waited in vain for peers at 'gather 1'");
+            "[plans::exchange] rank 0 timed out waiting for peers at 'gather 1'");
   EXPECT_NE(failure(late, 1, "gather"), "");
   EXPECT_NE(failure(unlike, 0, "gather"), "");
   EXPECT_NE(failure(unlike, 1, "reduce"), "");

@@ -1,6 +1,6 @@
-// Claim: cut in stages, whatever the schedule, the table and the mesh, the plans train the same
-// weights as a trainer that knows none of them; and no order of sends and receives can get stuck,
-// even where a send waits for its receive.
+// Claim: whatever the schedule, the table and the mesh, the plans of a model in stages train the
+// same weights as a trainer that knows none of them. No order of sends and receives can get stuck,
+// even if a send waits for its receive.
 #include "src/plan/pipeline_plan.h"
 
 #include <gtest/gtest.h>
@@ -43,7 +43,7 @@ constexpr Ranks kRanks[] = {{1, 1, 1, 1}, {2, 1, 1, 1}, {4, 1, 1, 1}, {2, 1, 2, 
 
 class PipelineTest : public testing::Test {
  protected:
-  // Nothing where the schedule has no such shape.
+  // Returns nothing if the schedule does not allow this shape.
   std::optional<Schedule> schedule_of(const Order& order, const Mesh& mesh, int num_micro) {
     const int ranks = mesh.size(Axis::kPipeline);
     if (ranks * order.virtual_stages > kNumUnits) return {};
@@ -131,7 +131,7 @@ using Plant = std::function<bool(std::vector<Step>&, size_t)>;
 
 struct Fault {
   const char* name;
-  Plant plant;  // at that step; false: it has no place there
+  Plant plant;  // plants the fault at a step; returns false if the fault does not apply there
   size_t least_ranks = 2;
 };
 
@@ -147,7 +147,7 @@ Plant drops(Op op) {
   };
 }
 
-// The next step of this kind, or steps.size().
+// Returns the index of the next step of this kind, or steps.size().
 size_t next(const std::vector<Step>& steps, size_t at, const std::function<bool(const Step&)>& is) {
   const auto begin = steps.begin() + static_cast<std::ptrdiff_t>(at) + 1;
   return static_cast<size_t>(std::find_if(begin, steps.end(), is) - steps.begin());
@@ -155,7 +155,7 @@ size_t next(const std::vector<Step>& steps, size_t at, const std::function<bool(
 
 bool is_grad_move(const Step& step) { return step.op == Op::kMove && step.role == Role::kGrad; }
 
-// It goes above the last backward of its unit.
+// Moves the step before the last backward of its unit.
 Plant comes_too_early(bool (*is)(const Step&)) {
   return [is](std::vector<Step>& steps, size_t at) {
     if (!is(steps[at])) return false;
@@ -197,7 +197,7 @@ const Fault kFaults[] = {
        steps[at].hop = -steps[at].hop;
        return true;
      },
-     3},  // on a ring of two both sides are one peer
+     3},  // in a ring of two, both neighbours are the same peer
     {"a gradient is moved before its last micro-batch", comes_too_early(is_grad_move)},
     {"a micro-batch has no backward", drops(Op::kBackward)},
     {"a micro-batch has two forwards",
@@ -264,14 +264,14 @@ TEST_F(PipelineTest, NoPlantedFaultGoesUnseen) {
   }
 }
 
-// What waits for itself ends at once, with everybody's place, not at the timeout.
+// A deadlock ends at once with the position of every rank, and not at the timeout.
 TEST_F(PipelineTest, WhatIsStuckIsSeenAtOnce) {
   const Mesh mesh = Mesh::of({{Axis::kPipeline, 2}});
   const Schedule schedule = make_schedule("1f1b", {2, 1, 4});
   const Table table = preset("ddp", {.accumulate = true});
   std::vector<Plan> plans =
       plan_pipeline(table, describe(Variant::kChain, mesh, 2), mesh, schedule);
-  // Both send first: the first stage its second micro-batch, the last one its gradient.
+  // Both stages send first: the first one its second micro-batch, the last one its gradient.
   std::vector<Step>& steps = plans[1].steps;
   const auto is_send = [](const Step& step) { return step.op == Op::kSend; };
   const auto is_receive = [](const Step& step) { return step.op == Op::kReceive; };

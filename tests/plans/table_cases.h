@@ -20,7 +20,7 @@ struct TableCase {
   Tier optim_tier = Tier::kDevice;
   Tier param_tier = Tier::kDevice;
   Dtype precision = Dtype::kBf16;
-  std::vector<Cell> cells{};  // that differ from the preset
+  std::vector<Cell> cells{};  // the cells that differ from the preset
   int most_micro = 2;
   std::optional<Tier> grad_tier{};
 
@@ -67,7 +67,7 @@ inline std::vector<TableCase> table_cases() {
                    .optim_tier = Tier::kHost,
                    .cells = {{Role::kGrad, Phase::kHold, "SS@device:fp32"},
                              {Role::kGrad, Phase::kUpdate, "SS@host:fp32"}}});
-  // Gradients add up inside the node and cross nodes once a step.
+  // Gradients add up inside the node and cross nodes once per step.
   cases.push_back({.strategy = "mics",
                    .cells = {{Role::kGrad, Phase::kHold, "PS@device:fp32"},
                              {Role::kGrad, Phase::kUpdate, "RS@device:fp32"}}});

@@ -56,7 +56,7 @@ def test_caught_errors_write_one_dump_of_a_kind(tmp_path, capfd):
     before = written(tmp_path)
     engine.close()  # the error that ended the engine was not the first of its kind
     assert written(tmp_path) > before
-    assert capfd.readouterr().err.count("its last steps are in") == 1
+    assert capfd.readouterr().err.count("the last steps are in") == 1
 
 
 def test_an_engine_that_went_on_writes_none_at_its_end(tmp_path):

@@ -295,7 +295,7 @@ def test_deepspeed_goes_on_with_a_warning(capsys):
     assert command.deepspeed_main(words) == 0
     assert capsys.readouterr().err.splitlines() == [
         "penstock run: there is no hostfile none: only this machine is used",
-        "penstock run: no effect without a hostfile: --launcher, --ssh-port",
+        "penstock run: --launcher, --ssh-port has no effect without a hostfile",
     ]
 
 

@@ -74,4 +74,4 @@ def test_a_rank_on_disk_is_late():
     found = [(1, Board(0, [on_disk()])), (2, Board(1, [gather(0)]))]
     assert live_status.verdict(found) == "late: rank 0"
     both = [(1, Board(0, [on_disk()])), (2, Board(1, [on_disk()]))]
-    assert live_status.verdict(both) == "no rank waits for one that is behind"
+    assert live_status.verdict(both) == "no rank waits for a rank that is behind"

@@ -1,5 +1,5 @@
-// Saving and loading from C++, with ranks as threads: from one layout into another, and going on as
-// if nothing had happened.
+// Saving and loading from C++, with ranks as threads: from one layout into another. Training must
+// continue as if it had not been interrupted.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -42,7 +42,7 @@ class CheckpointTest : public testing::Test {
   }
   void TearDown() override { std::filesystem::remove_all(root_); }
 
-  // `work` with an engine on each rank; every rank must end well.
+  // Runs `work` with an engine on each rank. No rank may fail.
   void on_ranks(const Layout& layout,
                 const std::function<void(Engine&, ranks::NetImpl&, int)>& work) {
     std::vector<std::shared_ptr<ranks::NetImpl>> nets;
@@ -77,7 +77,7 @@ TEST_F(CheckpointTest, AnyLayoutIntoAnyOther) {
 
                             {"hpz", 4, R"(, "mesh": {"node": 2})"},
                             {"mics", 4, R"(, "mesh": {"node": 2})"},
-                            // Last: what does not train has no fp32 behind it.
+                            // Last, because frozen parameters have no fp32 masters.
                             {"zero2", 2, R"(, "precision": "bf16")"}};
   std::map<std::string, at::Tensor> wanted;
   on_ranks(layouts[0], [&](Engine& engine, ranks::NetImpl& net, int rank) {

@@ -1,7 +1,7 @@
-// Optimizer state in chunks, parameter groups, each optimizer, buffers: on ranks as threads against
-// plain torch. Weights are large enough for several chunks, and differ inside of one flat in group
-// and in whether they are used. The C++ front has one group, so this drives the core as a front
-// does.
+// Compares optimizer state in chunks, parameter groups, each optimizer and buffers with plain
+// torch, with ranks as threads. Weights are large enough for several chunks. Those of one flat
+// differ in their group and in whether they are used. The C++ front has one group, so this drives
+// the core as a front does.
 #include <gtest/gtest.h>
 #include <torch/optim.h>
 #include <torch/types.h>
@@ -22,12 +22,12 @@
 namespace penstock::chunks_test {
 namespace {
 
-constexpr int64_t kWidth = 64;  // a square weight is two chunks, the least that there can be
-constexpr int64_t kRows = 4;    // of a rank's batch
+constexpr int64_t kWidth = 64;  // a square weight then has two chunks, the smallest number
+constexpr int64_t kRows = 4;    // rows of a rank's batch
 constexpr int kSteps = 4;
-constexpr int kNumWeights = 5;  // the last is a block's, the others the root's
+constexpr int kNumWeights = 5;  // the last one belongs to the block, the others to the root
 constexpr int kUnused = 1, kOfGroup1 = 3;
-constexpr int kOverflow = 1;               // the step that overflows in fp16, which skips it
+constexpr int kOverflow = 1;               // the step that overflows in fp16 and is then skipped
 constexpr double kRates[] = {0.01, 0.03};  // by group
 
 struct Case {
@@ -53,10 +53,10 @@ Config config_of(const Case& c) {
 
 struct Net {
   std::vector<torch::Tensor> weights;
-  torch::Tensor buffer;  // fp32 in every precision, and not to be rounded
+  torch::Tensor buffer;  // fp32 in every precision; must not be rounded
 
   Net() {
-    torch::Generator generator = at::detail::createCPUGenerator(1);  // the ranks call this at once
+    torch::Generator generator = at::detail::createCPUGenerator(1);  // ranks call this in parallel
     for (int i = 0; i < kNumWeights; ++i)
       weights.push_back((torch::randn({kWidth, kWidth}, generator) * 0.1).requires_grad_());
     buffer = torch::randn({kWidth}, generator);
@@ -79,7 +79,7 @@ struct Net {
   torch::Tensor layer(const torch::Tensor& x, int weight) const {
     return x + torch::tanh(x.matmul(weights[weight]));
   }
-  // Up to the block.
+  // Computes the layers before the block.
   torch::Tensor root(const torch::Tensor& rows) const {
     torch::Tensor x = (rows + buffer).to(weights[0].scalar_type());
     for (int i = 0; i + 1 < kNumWeights; ++i)
@@ -93,7 +93,7 @@ bool overflows(const Case& c, int step) {
   return step == kOverflow && std::string(c.precision) == "fp16";
 }
 
-// Inputs and targets: those of `count` ranks from `first`, of all.
+// Returns the inputs and targets of `count` ranks, beginning with rank `first`.
 torch::Tensor rows_of(const Case& c, int step, int first, int count) {
   torch::Generator generator = at::detail::createCPUGenerator(100 + step);
   const torch::Tensor all = torch::randn({2, c.world * kRows, kWidth}, generator);
@@ -156,7 +156,8 @@ void train(const Case& c, const Net& net, Core& core, int rank) {
   }
 }
 
-// How far the masters are from those of plain torch, of the way that these went (L2).
+// Returns the L2 distance of the masters from those of plain torch, relative to the distance that
+// the latter moved in training.
 double deviation(const std::vector<std::pair<std::string, torch::Tensor>>& masters,
                  const Net& expected) {
   const torch::NoGradGuard no_grad;

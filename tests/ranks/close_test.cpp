@@ -1,5 +1,5 @@
-// The end of an engine: what the user keeps beyond it stays valid memory (the sanitizers watch),
-// and weights come back after a failure on one rank.
+// The end of an engine: tensors that the user keeps after it stay valid memory (the sanitizers
+// check this), and weights are restored after a failure on one rank.
 #include <gtest/gtest.h>
 
 #include <optional>
@@ -22,7 +22,7 @@ Config config_of(const char* strategy) {
                               R"( "units": {"modules": ["Block"]}})"));
 }
 
-// Not on several threads at once: build() seeds torch's generator.
+// Call from one thread at a time, because build() seeds torch's generator.
 std::vector<std::shared_ptr<ranks::NetImpl>> nets(int world) {
   std::vector<std::shared_ptr<ranks::NetImpl>> all;
   for (int rank = 0; rank < world; ++rank) all.push_back(ranks::build());

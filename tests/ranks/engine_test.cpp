@@ -1,6 +1,6 @@
-// The C++ engine on ranks as threads against plain torch: every strategy, world sizes that do and
-// do not divide, both precisions, accumulation, every tier, updates that end late, a shared
-// parameter, a frozen and an unused one.
+// Compares the C++ engine with plain torch, with ranks as threads: every strategy, world sizes that
+// divide the parameters evenly or not, both precisions, accumulation, every tier, late updates, and
+// shared, frozen and unused parameters.
 #include <gtest/gtest.h>
 #include <torch/optim.h>
 
@@ -100,7 +100,8 @@ TEST_P(Engines, TrainLikePlainTorch) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
-// Apart, each unit's moves are exchanges of their own; fused, small ones travel packed together.
+// Tests unfused moves, which are exchanges of their own, and fused moves, whose small buffers are
+// packed together.
 TEST(Engine, ExchangesAndTakesMemoryAsPredicted) {
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hpz", "hpz_host", "mics"}) {
     for (const char* bucket : {"1", "1048576"}) {
@@ -110,7 +111,7 @@ TEST(Engine, ExchangesAndTakesMemoryAsPredicted) {
       std::vector<std::shared_ptr<NetImpl>> nets;
       for (int rank = 0; rank < 4; ++rank) {
         NetImpl* net = nets.emplace_back(build()).get();
-        // Each block once: a second call is off plan.
+        // Calls each block once, because a second call is off plan.
         net->run_block = [net, calls = 0](int i, const torch::Tensor& x) mutable {
           return calls++ % 4 == 3 ? x : net->blocks[i]->as<ranks::Block>()->forward(x);
         };
@@ -133,7 +134,7 @@ TEST(Engine, ExchangesAndTakesMemoryAsPredicted) {
   }
 }
 
-// Layers beside the blocks, which tell the engine when they run, or do not.
+// A model with layers outside the blocks. If `tells`, these layers tell the engine when they run.
 struct LayeredImpl : torch::nn::Module {
   explicit LayeredImpl(bool tells) : tells(tells) {
     enter = register_module("enter", torch::nn::Linear(ranks::kWidth, ranks::kWidth));

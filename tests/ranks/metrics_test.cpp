@@ -1,4 +1,4 @@
-// What the C++ front says of a run: rows of all ranks, files, a trace of both.
+// The C++ front's reports on a run: rows of all ranks, files, and a trace of both ranks.
 #include <unistd.h>
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// Stages of a pipeline in a program without Python: what 32 ranks of stages, tensor ranks and
-// replicas train is what one does.
+// Stages of a pipeline in a program without Python: 32 ranks (stages x tensor ranks x replicas)
+// train the same model as one rank.
 #include <gtest/gtest.h>
 
 #include "penstock/engine.h"
@@ -28,7 +28,7 @@ struct PairImpl : torch::nn::Module {
 };
 TORCH_MODULE(Pair);
 
-// Logits by the embedding's weight.
+// Computes logits with the embedding's weight.
 struct HeadImpl : torch::nn::Module {
   explicit HeadImpl(const torch::Tensor& tied) {
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kOuter})));
@@ -39,7 +39,7 @@ struct HeadImpl : torch::nn::Module {
 };
 TORCH_MODULE(Head);
 
-// Tokens, blocks that are all given what the tokens made, and a tied head.
+// An embedding, blocks that all get the embedding's output, and a tied head.
 struct ChainImpl : torch::nn::Module {
   ChainImpl() {
     torch::manual_seed(5);
@@ -85,7 +85,7 @@ Config config_of(const Shape& shape) {
              R"(, "rules": {"blocks.*.up": "column", "blocks.*.down": "row"}}})"));
 }
 
-// Of one data rank, for one micro-batch.
+// Returns the tokens of one data rank for one micro-batch.
 torch::Tensor rows_of(int step, int data, int micro) {
   const int first = 31 * step + 7 * data + 3 * micro;
   return torch::arange(first, first + 2 * 5).view({2, 5}).square().remainder(kTokens);
@@ -97,7 +97,7 @@ struct Trained {
   double norm = 0.0, evaluated = 0.0;
 };
 
-// `replicas`: whose samples each of this rank's data ranks takes in turn.
+// `replicas`: if not 1, this one rank takes the samples of that many data ranks in turn.
 Trained train(const std::shared_ptr<ChainImpl>& model, const Shape& shape, int replicas,
               const std::shared_ptr<Group>& group) {
   Engine engine(model, config_of(shape), group);
@@ -185,7 +185,7 @@ TEST(PipelineStages, SayWhatTheyAreNotGiven) {
   for (const std::string& error : units)
     EXPECT_NE(error.find("pass its inputs to unit()"), std::string::npos);
 
-  // A skip connection that the stage before was not given.
+  // A skip connection whose tensor is not an input of the previous stage.
   const auto skips = two_ranks([](Engine& engine, ChainImpl& model) {
     engine.train_batch([&](int i) {
       using Tensors = std::vector<torch::Tensor>;

@@ -1,6 +1,6 @@
-// Units that compute again in backward, on ranks as threads against plain torch: what they need
-// again waits in memory or on disk, alone and beside state that moves too. The C++ front computes
-// nothing again, so this drives the core as a front does.
+// Compares units that are recomputed in backward with plain torch, with ranks as threads. The
+// units' inputs wait in memory or on disk, alone or beside other state that moves. The C++ front
+// cannot recompute units, so this drives the core as a front does.
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -27,14 +27,14 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-constexpr int64_t kWidth = 21, kRows = 64;  // an input is more than a block on disk
+constexpr int64_t kWidth = 21, kRows = 64;  // an input is larger than a disk block
 constexpr int kBlocks = 3, kSteps = 4;
-// One is used twice: the gradients of its first use come when those of the second have moved.
+// Unit 2 is used twice. The gradients of its first use come after those of the second have moved.
 constexpr int kOrder[] = {1, 2, 3, 2};
 
-// The first belongs to the root, then one a block.
+// The first weight belongs to the root; each block has one of the others.
 std::vector<torch::Tensor> weights() {
-  torch::Generator generator = at::detail::createCPUGenerator(1);  // the ranks call this at once
+  torch::Generator generator = at::detail::createCPUGenerator(1);  // ranks call this in parallel
   std::vector<torch::Tensor> all;
   for (int i = 0; i <= kBlocks; ++i) {
     all.push_back((torch::randn({kWidth, kWidth}, generator) * 0.3).requires_grad_());
@@ -59,7 +59,7 @@ torch::Tensor block(const torch::Tensor& x, const torch::Tensor& weight) {
   return x + torch::tanh(x.matmul(weight));
 }
 
-// A unit whose backward computes it again.
+// The state of a unit that is recomputed in its backward.
 struct Saved : torch::CustomClassHolder {
   Core* core = nullptr;
   int unit = 0;
@@ -119,7 +119,7 @@ std::vector<torch::Tensor> reference(int world) {
     out.square().mean().backward();
     optimizer.step();
   }
-  // Detached: ranks that compare with them at once would share their autograd nodes.
+  // Detached, because ranks that compare with them at the same time would share autograd nodes.
   for (torch::Tensor& param : params) param = param.detach();
   return params;
 }

@@ -1,5 +1,5 @@
-// Ranks that compute one model together, in a program without Python: what 32 of them train is what
-// one does.
+// Ranks that compute one model together, in a program without Python: 32 of them train the same
+// model as one rank.
 #include <gtest/gtest.h>
 
 #include "penstock/engine.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kInner = 16, kOuter = 12, kTokens = 10, kSteps = 20;
 
-// An embedding, blocks of a column and a row, a head.
+// An embedding, blocks with a column layer and a row layer, and a head.
 struct StackImpl : torch::nn::Module {
   StackImpl() {
     torch::manual_seed(5);
@@ -113,7 +113,8 @@ INSTANTIATE_TEST_SUITE_P(All, Meshes,
                          testing::Values(std::tuple{"zero3", 4, 2}, std::tuple{"zero2", 6, 2},
                                          std::tuple{"ddp", 4, 4}, std::tuple{"zero1", 32, 4}));
 
-// It would compute with a part of the weight as if it were all.
+// A cut layer that is not called is refused. Code that reads its weight would take the rank's part
+// for the full weight.
 TEST(CutLayers, AreCalled) {
   std::vector<std::shared_ptr<StackImpl>> models;
   for (int rank = 0; rank < 2; ++rank) {

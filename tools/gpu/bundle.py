@@ -1,9 +1,9 @@
-"""Collects what a machine without network needs to build and test this tree, but for torch, Python
+"""Collects what a machine without network needs to build and test this tree, except torch, Python
 and a C++ compiler.
 
 Sources come from Debian (those of the distribution that this machine takes its packages from),
-Python packages from PyPI as wheels for Linux on x86-64. What is there already is kept when the
-manifest says that it is what is asked for. It is meant to be small enough to be sent along with
+Python packages from PyPI as wheels for Linux on x86-64. Existing files are kept if the
+manifest says that they are what is needed. The bundle must be small enough to be sent along with
 the tree: more than --limit-mib is an error.
 """
 
@@ -25,17 +25,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 MANIFEST = "manifest.json"
 LIMIT_MIB = 40.0
 
-# Debian source packages, of which the upstream release is taken; binary packages of headers alone.
+# Debian source packages, for their upstream releases; binary packages that have only headers.
 SOURCES = ("highway", "liburing", "googletest", "xxhash")
 HEADERS = ("nlohmann-json3-dev",)
-# With what they need themselves. Pins are those of requirements-dev.txt where it has one.
+# Dependencies are added. Versions are those of requirements-dev.txt, if it has them.
 WHEELS = ("pytest", "pytest-timeout", "ninja", "cmake==3.31.*")
-# The machine's Python. Only what these wheels themselves need depends on it.
+# Python on the GPU machine. It only decides which dependencies the wheels have.
 PYTHON_VERSION = "3.12"
 
 
 def run(command: list[str], folder: pathlib.Path | None = None) -> str:
-    """Its output; ends the program with it when the command fails."""
+    """Returns the command's output. If the command fails, ends the program with that text."""
     done = subprocess.run(command, cwd=folder, text=True, capture_output=True)
     if done.returncode != 0:
         raise SystemExit(f"[gpu_bundle] {' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
@@ -43,7 +43,7 @@ def run(command: list[str], folder: pathlib.Path | None = None) -> str:
 
 
 def pinned(names: Iterable[str]) -> list[str]:
-    """With the versions that requirements-dev.txt asks for."""
+    """Returns the names with their versions in requirements-dev.txt."""
     text = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
     return [f"{name}=={pins[name]}" if name in pins else name for name in names]
@@ -53,8 +53,8 @@ def pinned(names: Iterable[str]) -> list[str]:
 
 
 def source_lists(work: pathlib.Path) -> list[str]:
-    """Options of apt-get with which it also knows source packages, from lists of its own in `work`:
-    the system's configuration stays as it is."""
+    """Returns options with which apt-get also knows source packages, from separate lists in `work`.
+    The system's configuration does not change."""
     wanted = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE)"]
     found = run([*wanted, "Created-By: Packages", "Component: main", "Origin: Debian"])
     if not found.strip():
@@ -76,7 +76,7 @@ def take_sources(bundle: pathlib.Path, work: pathlib.Path) -> None:
 
 
 def take_headers(bundle: pathlib.Path, work: pathlib.Path) -> None:
-    """As archives of their `usr/`, so that unpacking needs no dpkg."""
+    """Stores header packages as archives of their `usr/`, so that unpacking needs no dpkg."""
     run(["apt-get", "-qq", "-oAPT::Sandbox::User=root", "download", *HEADERS], work)
     for package in HEADERS:
         (found,) = work.glob(f"{package}_*.deb")
@@ -102,7 +102,7 @@ def take_wheels(bundle: pathlib.Path, python: str) -> None:
 
 
 def asked() -> dict[str, object]:
-    """What a bundle is made of; another answer makes a new bundle."""
+    """Returns what a bundle is made of. If this changes, a new bundle is made."""
     wheels = pinned(WHEELS)
     return {"sources": SOURCES, "headers": HEADERS, "wheels": wheels, "python": PYTHON_VERSION}
 
@@ -126,7 +126,7 @@ def described(path: pathlib.Path) -> dict[str, object]:
 
 
 def is_current(bundle: pathlib.Path) -> bool:
-    """Whether the manifest is of what is asked for, and every file is there as it says."""
+    """Whether the manifest has what asked() returns, and every file is as it says."""
     path = bundle / MANIFEST
     if not path.exists():
         return False
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tools/gpu_bundle", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "gpu_bundle")
     parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB, help="default %(default)g")
-    parser.add_argument("--fresh", action="store_true", help="take all of it again")
+    parser.add_argument("--fresh", action="store_true", help="download everything again")
     options = parser.parse_args()
     if platform.machine() != "x86_64":
         print("[gpu_bundle] its programs are for x86-64, whatever this machine is")

@@ -1,9 +1,9 @@
 """Builds, tests and measures this tree on a machine with an accelerator and without network.
 
-Needs a Python with torch (the one that runs this), a C++ compiler and the folder that
-tools/gpu_bundle made. Everything is done below --state; one JSON file has the machine, every
-figure and the end of the output of what failed. A call ends within --budget-s seconds; the next one
-goes on with the stages that are not done or whose sources have changed.
+Needs a Python with torch (which runs this program), a C++ compiler and the folder that
+tools/gpu_bundle made. Everything is written below --state; one JSON file has the machine, all
+figures and the last output of failed stages. A call ends within --budget-s seconds; the next call
+continues with the stages that are not done or whose sources have changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import summary
 from stages import Check, Outcome, Stage, all_stages
 
 ROOT = pathlib.Path(__file__).parents[2]
-RESERVE_S = 10.0  # for the report, and for ending what is over its time
+RESERVE_S = 10.0  # to write the report, and to end commands over their limit
 SIZES = {"cuda": ["125m", "1.5b", "7b"]}
 
 
@@ -38,18 +38,18 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--device", help='"cuda", "sim", ...; default: cuda where torch sees one, else sim')
+    add("--device", help='"cuda", "sim", ...; default: cuda if torch finds it, else sim')
     add("--bundle", type=pathlib.Path, default=ROOT / "build" / "gpu_bundle")
     add("--state", type=pathlib.Path, default=ROOT / "build" / "gpu_check")
     add("--json", type=pathlib.Path, help="the report; default: report.json in --state")
-    add("--budget-s", type=float, default=520.0, help="for this call (default %(default)g)")
+    add("--budget-s", type=float, default=520.0, help="seconds for this call (default %(default)g)")
     add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    add("--sizes", nargs="*", help="of the models that gpu_train.py trains")
-    add("--only", nargs="+", help="of the stages after the build, those with these words in a name")
+    add("--sizes", nargs="*", help="sizes of the models for gpu_train.py")
+    add("--only", nargs="+", help="words; run only stages with one in the name, and the build")
     add("--pack", type=pathlib.Path, help="write what was built to this file, for --prebuilt")
     add("--prebuilt", type=pathlib.Path, help="build nothing: take this file's binaries")
-    add("--fresh", action="store_true", help="start over: forget the state, build products too")
-    add("--retry", action="store_true", help="run again what failed, with the sources as they were")
+    add("--fresh", action="store_true", help="start over: delete --state, with all that was built")
+    add("--retry", action="store_true", help="run failed stages again, even with unchanged sources")
     return parser.parse_args()
 
 
@@ -62,7 +62,7 @@ class Report:
 
     @classmethod
     def read(cls, path: pathlib.Path, kept: pathlib.Path) -> Report:
-        """`kept` has what the last call left, wherever its report went."""
+        """Reads the last call's results from `kept`, wherever its report was written."""
         whole: dict[str, Any] = {}
         if kept.exists():
             whole = json.loads(kept.read_text(encoding="utf-8"))
@@ -78,14 +78,14 @@ class Report:
 
 
 def commit() -> str:
-    """Of the checkout, if it is one and git is there."""
+    """Returns the commit, if this is a checkout and git is installed."""
     if not (ROOT / ".git").exists():
         return ""
     return machine.first_line(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
 
 
 def run_stage(stage: Stage, check: Check, report: Report, left_s: float) -> dict[str, Any]:
-    """Runs it unless it is done; what the report has of it from now on."""
+    """Runs the stage unless it is done. Returns its new entry for the report."""
     before: dict[str, Any] = report.whole["stages"].get(stage.name, {})
     same = before.get("key") == check.key
     if same and before.get("status") in ("done", "failed") and not stage.always:
@@ -108,7 +108,7 @@ def run_stage(stage: Stage, check: Check, report: Report, left_s: float) -> dict
 
 
 def chosen_stages(options: argparse.Namespace, check: Check, torch: str) -> list[Stage]:
-    """With --prebuilt one that unpacks takes the place of those that build."""
+    """Returns the stages. With --prebuilt, one that unpacks replaces those that build."""
     stages = all_stages(check)
     if options.prebuilt is None:
         return stages
@@ -127,14 +127,14 @@ def run_all(options: argparse.Namespace, check: Check, report: Report, deadline:
     torch = report.whole["machine"]["torch"]
     stages = chosen_stages(options, check, torch)
     bundle = source_tree.digest(check.bundle, ["manifest.json"])
-    missing = ""  # a stage that all after it need
+    missing = ""  # a failed stage that all later ones need
     for stage in stages:
         digest = source_tree.digest(check.tree, stage.inputs)
         text = f"{digest} {bundle} {torch} {check.device} {sys.executable}"
         check.key = hashlib.sha256(text.encode()).hexdigest()[:16]
         wanted = stage.needed or stage.always or not options.only
         if missing:
-            found = {"status": "not run", "why": f"{missing} did not get through"}
+            found = {"status": "not run", "why": f"{missing} did not succeed"}
         elif not wanted and not any(word in stage.name for word in options.only):
             found = report.whole["stages"].get(stage.name, {"status": "not run", "why": "--only"})
         else:

@@ -1,5 +1,5 @@
-"""What the figures were measured on. Run as a program it prints the part that torch knows, so that
-who asks does not keep a device busy by having asked."""
+"""Describes the machine of the figures. Run as a program, it prints the part that torch knows, so
+that the calling process does not itself open the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def first_line(command: list[str]) -> str:
-    """Of its output; empty where there is no such program."""
+    """Returns the first line of a command's output; empty if there is no such program."""
     try:
         done = subprocess.run(command, text=True, capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -55,7 +55,7 @@ def of_torch() -> dict[str, Any]:
 
 
 def described(python: str, folder: pathlib.Path) -> dict[str, Any]:
-    """The machine; `folder` is where swap files would go. Raises RuntimeError without torch."""
+    """Describes the machine; `folder` is for swap files. Raises RuntimeError without torch."""
     command = [python, str(pathlib.Path(__file__))]
     asked = subprocess.run(command, text=True, capture_output=True)
     if asked.returncode != 0:

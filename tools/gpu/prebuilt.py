@@ -1,5 +1,5 @@
-"""Built binaries as one file: for a machine with the same torch and Python, where a build would
-cost time, or does not get through."""
+"""Packs built binaries into one file, for a machine with the same torch and Python on which a build
+would take long, or fail."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NATIVE_SIM = ("tree/build/release/tests/device/*.so",)
 
 
 def label(check: Check, torch: str) -> dict[str, str]:
-    """What must be equal for binaries to be of use."""
+    """Returns what must be equal for the binaries to be usable."""
     python = ".".join(platform.python_version_tuple()[:2])
     digest = source_tree.digest(check.tree, COMPILED)
     return {"torch": torch, "python": python, "machine": platform.machine(), "sources": digest}
 
 
 def pack(check: Check, torch: str, file: pathlib.Path) -> None:
-    """What was built here; raises FileNotFoundError where nothing was."""
+    """Packs what was built here. Raises FileNotFoundError if nothing was."""
     names = sorted(path for pattern in NATIVE + NATIVE_SIM for path in check.state.glob(pattern))
     if not any(path.name.startswith("_penstock") for path in names):
-        raise FileNotFoundError("nothing is built yet that could be packed")
+        raise FileNotFoundError("nothing has been built yet, so there is nothing to pack")
     (check.state / LABEL).write_text(json.dumps(label(check, torch)), encoding="utf-8")
     file.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file, "w:gz") as archive:
@@ -40,7 +40,7 @@ def pack(check: Check, torch: str, file: pathlib.Path) -> None:
 
 
 def unpack(check: Check, torch: str, file: pathlib.Path) -> Outcome:
-    """Puts them where the build would; fails when they are of other sources, torch or Python."""
+    """Unpacks binaries into the build folder; fails if sources, torch or Python differ."""
     with tarfile.open(file) as archive:
         archive.extractall(check.state, filter="data")
     found = json.loads((check.state / LABEL).read_text(encoding="utf-8"))

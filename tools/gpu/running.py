@@ -36,7 +36,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Runner:
-    """Where commands run and what they find in their environment."""
+    """The folder in which commands run, and their environment."""
 
     folder: pathlib.Path
     logs: pathlib.Path
@@ -49,8 +49,8 @@ class Runner:
         limit_s: float,
         extra: Mapping[str, str] | None = None,
     ) -> Done:
-        """Its output goes to `logs/name.log`. At the limit it is interrupted, as from a keyboard,
-        then killed, with all that it started. It never outlives this call."""
+        """Runs a command; its output goes to `logs/name.log`. At the limit the command is
+        interrupted, as by Ctrl-C, then killed, with all that it started, before this returns."""
         self.logs.mkdir(parents=True, exist_ok=True)
         path = self.logs / f"{name}.log"
         environment = {**os.environ, **self.environment, **(extra or {})}

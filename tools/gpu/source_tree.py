@@ -1,7 +1,7 @@
-"""A copy of the source tree that only changes where the sources do, and hashes of parts of it.
+"""Makes a copy of the source tree in which only changed sources change, and hashes parts of it.
 
-A tree that was sent to this machine once more may have new times on all of its files, which would
-build everything again; and a checkout may be read-only.
+If a tree is sent to this machine again, all of its files may have new times, and would be built
+again. A checkout may also be read-only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LEFT_OUT = {"build", "dist", "shared", "__pycache__"}  # and what begins with a 
 
 
 def _files(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Below `root`, but for what builds, tools and virtual environments leave there."""
+    """Yields the files below `root`, except those of builds, tools and virtual environments."""
     for path in sorted(root.iterdir()):
         if path.name in LEFT_OUT or path.name.startswith(".") or path.is_symlink():
             continue
@@ -44,8 +44,8 @@ def mirror(source: pathlib.Path, copy: pathlib.Path) -> None:
 
 
 def digest(root: pathlib.Path, parts: Iterable[str]) -> str:
-    """Of the names and contents of these files and folders of `root`; those that are not there do
-    not count."""
+    """Returns a hash of the names and contents of these files and folders of `root`; missing ones
+    are skipped."""
     total = hashlib.sha256()
     for part in parts:
         path = root / part

@@ -1,4 +1,4 @@
-"""The stages of a check: what each runs, and what it reads off what that wrote."""
+"""The stages of a check: what each one runs, and which figures it reads from the output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Check:
     device: str
     jobs: int
     sizes: list[str]
-    key: str = ""  # of the stage that runs: what its result depends on
+    key: str = ""  # what the result of the running stage depends on
 
     def __post_init__(self) -> None:
         self.tree = self.state / "tree"
@@ -57,7 +57,7 @@ class Check:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a stage came to."""
+    """The result of a stage."""
 
     status: str  # "done", "failed", or "out of time"
     figures: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -72,23 +72,23 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of a check. It is not started with less than `least_s` left, and ended after
-    `most_s`; `inputs` are the sources that its result depends on."""
+    """A part of a check. It is not started if less than `least_s` is left, and is ended after
+    `most_s`. `inputs` are the sources on which its result depends."""
 
     name: str
     run: Callable[[Check, float], Outcome]
     inputs: tuple[str, ...]
     least_s: float
     most_s: float
-    always: bool = False  # also when it is done: it sees for itself what is left to do
-    needed: bool = False  # the rest makes no sense without it
+    always: bool = False  # run it even if it is done; it finds what is left to do
+    needed: bool = False  # later stages need it
 
 
 # ---- environment
 
 
 def _unpack_wheel(wheel: pathlib.Path, target: pathlib.Path) -> None:
-    """As pip installs it into a folder: data schemes go to the top, programs stay executable."""
+    """Unpacks a wheel as pip --target does: data schemes at the top, programs executable."""
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
             name = re.sub(r"^[^/]+\.data/(purelib|platlib|data)/", "", entry.filename)
@@ -122,7 +122,7 @@ def environment(check: Check, limit_s: float) -> Outcome:
 
 
 def _program(check: Check, name: str, bundled: pathlib.Path, at_least: tuple[int, int]) -> str:
-    """The bundle's, which may be for other processors, else this machine's. Raises RuntimeError."""
+    """Returns the bundle's program if it runs here, else this machine's. Raises RuntimeError."""
     for path in (str(bundled), shutil.which(name) or ""):
         try:
             done = check.runner.run(f"{name}-version", [path, "--version"], 20)
@@ -164,8 +164,8 @@ def dependencies(check: Check, limit_s: float) -> Outcome:
 
 
 def _cuda_folders(check: Check) -> list[pathlib.Path]:
-    """Of the libraries that a CUDA build of torch brings as packages of their own: the linker looks
-    for what libtorch_cpu.so needs."""
+    """Returns the folders of libraries that a CUDA build of torch installs as separate packages.
+    The linker needs those that libtorch_cpu.so uses."""
     script = "import torch; print(torch.__path__[0])"
     done = check.runner.run("torch-folder", [sys.executable, "-c", script], 120)
     folder = pathlib.Path(done.text().splitlines()[-1]).parent / "nvidia"
@@ -188,7 +188,7 @@ def configure(check: Check, limit_s: float) -> Outcome:
 
 
 def build(check: Check, limit_s: float) -> Outcome:
-    """All that compiles, even when something does not; then the package, as it is installed."""
+    """Builds all that compiles, even if something does not; then installs the package."""
     command = [cmake(check), "--build", str(check.build), "--parallel", str(check.jobs)]
     done = check.runner.run("build", [*command, "--", "-k", "0"], limit_s)
     text = done.text()
@@ -220,7 +220,7 @@ def cpp_tests(check: Check, limit_s: float) -> Outcome:
     command = [ctest, "--test-dir", str(check.build), "--output-on-failure"]
     command += ["--timeout", "120", "--parallel", str(max(1, check.jobs // 2))]
     if check.kind != "sim":
-        command += ["--exclude-regex", "simulated|device_tables"]  # of the simulated device
+        command += ["--exclude-regex", "simulated|device_tables"]  # they test the simulated device
     done = check.runner.run("ctest", command, limit_s, {"OMP_NUM_THREADS": "2"})
     text = done.text()
     failed = re.findall(r"^\s+\d+ - (\S+) \(", text, re.MULTILINE)
@@ -229,7 +229,7 @@ def cpp_tests(check: Check, limit_s: float) -> Outcome:
 
 
 def device_tests(check: Check, limit_s: float) -> Outcome:
-    """tests/device; what has passed in an earlier call, with these sources, is not run again."""
+    """Runs tests/device, except tests that passed in an earlier call with the same sources."""
     passed_file = check.state / f"passed-{check.key}.json"
     passed = json.loads(passed_file.read_text(encoding="utf-8")) if passed_file.exists() else []
     command = [sys.executable, "-m", "pytest", "-v", "-p", "pytest_timeout", "--color=no"]
@@ -261,12 +261,12 @@ def device_tests(check: Check, limit_s: float) -> Outcome:
 # ---- benchmarks
 
 
-UNFINISHED = 3  # exit code of a benchmark that had time for a part only
+UNFINISHED = 3  # exit code of a benchmark that had time only for a part
 
 
 def benchmark(script: str, *arguments: str) -> Callable[[Check, float], Outcome]:
-    """A stage that runs benchmarks/`script`, which ends by itself within its budget. What the file
-    of an earlier call has, of these sources, is there for it to go on with."""
+    """Returns a stage that runs benchmarks/`script`, which ends by itself within its budget. The
+    script continues from its file of an earlier call with the same sources."""
 
     def run(check: Check, limit_s: float) -> Outcome:
         name = "-".join([pathlib.Path(script).stem, *(a for a in arguments if a[0] != "-")])
@@ -286,7 +286,7 @@ def benchmark(script: str, *arguments: str) -> Callable[[Check, float], Outcome]
 
 
 def all_stages(check: Check) -> list[Stage]:
-    """In the order they run in."""
+    """Returns the stages in the order in which they run."""
     compiled = (*SOURCES, *TESTS)
     stages = [
         Stage("environment", environment, ("tools/gpu",), 5, 60, needed=True),

@@ -1,4 +1,4 @@
-"""A report in a form to be read."""
+"""Formats a report as text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _note(stage: dict[str, Any]) -> str:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The machine, a line for each stage, what benchmarks printed, and what went wrong."""
+    """Returns the machine, a line for each stage, the benchmarks' output, and the failures."""
     lines = [f"device     {report['device']}, commit {report['commit'] or 'unknown'}"]
     lines += [*_machine(report["machine"]), "", f"{'stage':<16}{'status':<12}{'seconds':>8}"]
     for name, stage in report["stages"].items():

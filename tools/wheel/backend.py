@@ -1,4 +1,4 @@
-"""scikit-build-core's build back end; what it makes is for the torch that it is built against.
+"""scikit-build-core's build back end, for wheels that fit the torch that they are built against.
 
 A wheel is tagged with torch's minor version and a hash of the sources
 (`penstock-0.1.0-0torch2.13.1f3a90c2-...`) and requires that version: C++ libraries of torch are
@@ -43,13 +43,13 @@ PACKAGED = ("CMakeLists.txt", "cmake", "include", "src", "python", "pyproject.to
 
 
 def torch_minor() -> tuple[int, int]:
-    """The version of the torch beside this back end."""
+    """Returns the version of the torch beside this back end."""
     major, minor = importlib.metadata.version("torch").split(".")[:2]
     return int(major), int(minor)
 
 
 def build_tag() -> str:
-    """Of a wheel of these sources for the installed torch."""
+    """Returns the build tag of a wheel of these sources for the installed torch."""
     major, minor = torch_minor()
     return f"0torch{major}.{minor}.{source_tree.digest(ROOT, PACKAGED)[:8]}"
 
@@ -59,13 +59,13 @@ def build_wheel(
     config_settings: dict[str, Any] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """As scikit-build-core's, for one minor version of torch."""
+    """Builds a wheel as scikit-build-core does, for one minor version of torch."""
     tag = {"wheel.build-tag": build_tag()}
     return build.build_wheel(wheel_directory, tag | (config_settings or {}), metadata_directory)
 
 
 class Requirements:
-    """What scikit-build-core asks for the project's dependencies."""
+    """scikit-build-core's plugin for the project's dependencies."""
 
     _pinned = False
 
@@ -76,7 +76,7 @@ class Requirements:
     def dynamic_metadata(
         self, settings: dict[str, Any], project: dict[str, Any]
     ) -> dict[str, list[str]]:
-        """Of the project's fields those that are not fixed."""
+        """Returns the project's dynamic fields."""
         major, minor = torch_minor()
         pinned = f"torch>={major}.{minor},<{major}.{minor + 1}"
         return {"dependencies": [pinned if self._pinned else SUPPORTED, *OTHERS]}

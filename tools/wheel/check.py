@@ -1,9 +1,9 @@
-"""What an installed wheel does, with nothing of the tree or of a compiler at hand.
+"""Checks an installed wheel, without the tree and without a compiler.
 
     python -I check.py SECONDS     # the most that `import penstock` may take after torch's
 
-Two ranks train a small model under `zero3` with an optimizer on disk, and one process the same with
-plain torch; it prints what it saw, and ends with an error where they differ.
+Two ranks train a small model under `zero3` with an optimizer on disk, and one process does the
+same with plain torch. The program prints both results, and ends with an error if they differ.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if rank == 0:
 
 
 def script(folder: pathlib.Path, ranks: int) -> pathlib.Path:
-    """The training above, for this many ranks."""
+    """Writes the script above, for this many ranks."""
     head = f"STEPS, SWAP, RANKS = {STEPS}, {str(folder)!r}, {ranks}\n"
     path = folder / f"train{ranks}.py"
     path.write_text(head + TRAINS)
@@ -57,7 +57,7 @@ def script(folder: pathlib.Path, ranks: int) -> pathlib.Path:
 
 
 def weights(command: list[str]) -> float:
-    """What the training printed."""
+    """Runs the training and returns the number that it prints."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{command} ended with {done.returncode}\n{done.stdout}{done.stderr}")
@@ -65,10 +65,10 @@ def weights(command: list[str]) -> float:
 
 
 def main(limit_s: float) -> None:
-    """Raises SystemExit with what does not hold."""
+    """Raises SystemExit for the first check that fails."""
     for tool in ("cc", "c++", "g++", "gcc", "cmake", "ninja"):
         if shutil.which(tool):
-            raise SystemExit(f"{tool} is at hand: this shows nothing")
+            raise SystemExit(f"{tool} is installed, so this check proves nothing")
     import torch  # noqa: PLC0415
 
     began = time.perf_counter()

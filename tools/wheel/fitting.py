@@ -1,6 +1,6 @@
 """Prints the wheel in dist/ that fits: built from these sources, for this Python and its torch.
 
-Prints nothing when there is none. `make demo` installs it instead of building.
+Prints nothing if there is none. `make demo` installs it instead of building.
 """
 
 from __future__ import annotations

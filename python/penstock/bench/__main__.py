@@ -19,7 +19,7 @@ class Part:
     Attributes:
         says: the text that describes it.
         share: its share of the total time.
-        measure: runs it for that many seconds and returns this rank's samples by field.
+        measure: runs it for the given seconds and returns this rank's samples by field.
     """
 
     says: str
@@ -32,8 +32,8 @@ PARTS = (
     Part("links: all-gather and reduce-scatter of 8 MiB", 0.15, links.links),
     Part("copies between device and host", 0.1, memory.device_host),
     Part("memory: AdamW on 8.4M parameters", 0.15, engines.memory),
-    Part("disk: the same with the optimizer's state on disk", 0.2, engines.disk),
-    Part("overlap: matrix products beside a thread that copies", 0.15, compute.overlap),
+    Part("disk: AdamW with its state on disk", 0.2, engines.disk),
+    Part("overlap: matrix products while a thread copies", 0.15, compute.overlap),
 )
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         print(result.table(spreads))
         if load > told["cores"] / 2:
             print(
-                f"other processes used this machine: before the start its load was {load:.1f} on "
+                f"other processes used this machine: before the start, the load was {load:.1f} on "
                 f"{told['cores']} cores"
             )
         print(f"written: {options.output}", flush=True)

@@ -1,4 +1,4 @@
-"""The options of `penstock bench`, which are those of its ranks too."""
+"""The options of `penstock bench`, which it passes to its ranks."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=16.0,
         metavar="S",
-        help="total time to measure (default %(default)g), without the start of the ranks and the "
-        "first steps",
+        help="total time to measure (default %(default)g), not counting the start of the ranks and "
+        "the first steps",
     )
     parser.add_argument(
         "-o",
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError if an option cannot be measured or the output cannot be written."""
+    """Raises ValueError if an option has an unusable value or the output cannot be written."""
     if options.width < 1 or (options.width > HEAD and options.width % HEAD):
         raise ValueError(
             f"[bench] --width {options.width}: give a multiple of {HEAD}, or a number below it"

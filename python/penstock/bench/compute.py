@@ -14,7 +14,7 @@ from penstock.bench.memory import PART, HostCopy
 from penstock.bench.setting import Setting
 from penstock.monitor.flops import Counter
 
-_WINDOW_S = 0.06  # least duration of the matrix products in one timing
+_WINDOW_S = 0.06  # minimum duration of the matrix products in one timing
 _SIZE = 512  # rows and columns of the matrices
 
 
@@ -61,7 +61,7 @@ def flops(setting: Setting, seconds: float) -> dict[str, list[float]]:
 
 
 class _Products:
-    """A number of matrix products that takes at least _WINDOW_S."""
+    """A run of matrix products that takes at least _WINDOW_S."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._matrices = [torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in range(3)]
@@ -78,7 +78,7 @@ class _Products:
 
 
 def _both(products: _Products, copy: HostCopy) -> tuple[float, float]:
-    """Runs the products while another thread copies. Returns their seconds and the bytes copied."""
+    """Runs the products while a thread copies. Returns the products' time and the bytes copied."""
     begun, over = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -101,8 +101,8 @@ def overlap(setting: Setting, seconds: float) -> dict[str, list[float]]:
     """Measures the share of a copying thread's time that does not slow down matrix products.
 
     Let `lane` be the seconds that the thread alone needs for the bytes that it copies while the
-    products run. The products then take longer by (1 - overlap) * lane. It is not measured on a
-    device, which has separate copy engines.
+    products run. The products then take longer by (1 - overlap) * lane. Devices are not measured,
+    because they have separate copy engines.
     """
     if not setting.on_host:
         return {}

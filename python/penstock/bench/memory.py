@@ -46,7 +46,7 @@ class HostCopy:
 def device_host(setting: Setting, seconds: float) -> dict[str, list[float]]:
     """Measures the bytes/s of alternating copies to and from the device.
 
-    On the CPU it copies from host memory to host memory.
+    On the CPU, both copies are from host memory to host memory.
     """
     if setting.on_host:
         copy = HostCopy()

@@ -1,4 +1,4 @@
-"""The ranks that measure. They do so at the same time, since training shares cores, links, disk."""
+"""The ranks that measure, all at once, because ranks that train share cores, links and disks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-_FEWEST = 3  # least number of runs, even if the time is over
+_FEWEST = 3  # minimum number of runs, even if the time is up
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RankGroup:
             dist.destroy_process_group()
 
     def agree(self, wanted: bool) -> bool:
-        """Returns rank 0's value on all ranks. It is also a barrier."""
+        """Returns rank 0's value on all ranks. The call is also a barrier."""
         if self.world == 1:
             return wanted
         answer = torch.tensor([float(wanted)])

@@ -24,7 +24,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         "takes about half a minute. Other programs on the machine change the figures.",
         epilog="example: penstock bench --nproc 2 -o machine.json && penstock plan --machine "
         "machine.json --params 1e8 --world 2. On several nodes: penstock run --nnodes ... --module "
-        "penstock.bench, with the same options but --nproc.",
+        "penstock.bench, with the same options except --nproc.",
     )
     bench.add_argument(
         "--nproc", type=int, default=1, metavar="N", help="number of ranks (default 1)"

@@ -15,7 +15,7 @@ from penstock import __version__
 _SUMMARIES = {
     "run": "start the ranks of a script, here or on several nodes",
     "plan": "memory and step time of a model for every strategy and offload choice",
-    "bench": "measure this machine: a calibration file for penstock plan and predictions",
+    "bench": "measure this machine and write a calibration file for penstock plan and predictions",
     "status": "print the position of every rank of a run, and the rank that others wait for",
     "top": "show every rank of a run, live: step, speed, memory, and which rank is late",
     "inspect": "list the contents of a checkpoint and verify its checksums",

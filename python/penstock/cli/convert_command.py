@@ -46,7 +46,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         "convert",
         help=summary,
         description="Detects the format of SOURCE: a checkpoint of Penstock, DeepSpeed (ZeRO 1, 2, "
-        "3, universal) or torch.distributed.checkpoint, a folder of Hugging Face, or a file of "
+        "3, universal) or torch.distributed.checkpoint, a Hugging Face folder, or a file of "
         "torch.save() or safetensors. The conversion runs no code from SOURCE.",
     )
     convert.add_argument("source", metavar="SOURCE")
@@ -57,13 +57,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         default="penstock",
         help='"penstock" (the default): OUT is a folder of checkpoints that gets a new "step-N"; '
         '"dcp": OUT is an empty folder; "safetensors": OUT is a folder for the weights, in files '
-        'named as by Hugging Face; "torch": OUT is a file for a state dict (held in memory)',
+        'with Hugging Face names; "torch": OUT is a file for a state dict (held in memory)',
     )
     convert.add_argument(
         "--tag", default="", help="checkpoint of SOURCE to convert (default: the newest)"
     )
     convert.add_argument(
-        "--key", default="", help="key of the weights in a torch file or DCP (model.encoder)"
+        "--key", default="", help="key of the weights in a torch file or DCP, such as model.encoder"
     )
     convert.add_argument(
         "--dtype", default="", metavar="fp32|bf16|fp16", help="dtype of the weights"

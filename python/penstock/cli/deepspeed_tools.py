@@ -1,4 +1,4 @@
-"""DeepSpeed's small commands, over Penstock's."""
+"""DeepSpeed's small commands, built on Penstock's."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     doctor.add_argument(
         "--deepspeed",
         metavar="FOLDER",
-        help="instead, read the Python files of FOLDER and print the names of deepspeed in them "
-        "that are missing in Penstock, or raise an error when they are used; the exit code is 1 if "
-        "some are missing",
+        help="instead, read the Python files of FOLDER and print the deepspeed names in them that "
+        "Penstock lacks, or that raise an error when they are used; the exit code is 1 if some "
+        "are missing",
     )
     doctor.set_defaults(command=_doctor)

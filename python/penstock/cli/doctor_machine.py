@@ -29,7 +29,7 @@ def _accelerators() -> str:
 def _shared_memory() -> str:
     """Returns the transport that `comm.backend` "auto" chooses for ranks of this host."""
     made, why_not = _penstock.one_host_back_end(HashStore(), 0, 1, 10.0)
-    return "between ranks of this host" if made is not None else f"none, so gloo: {why_not}"
+    return "between ranks of this host" if made is not None else f"none, so gloo is used: {why_not}"
 
 
 def report() -> int:

@@ -30,7 +30,7 @@ class Verdict:
 class _File:
     """The names that a module of Penstock's package binds."""
 
-    bound: dict[str, Verdict | tuple[str, str]]  # or the module and name that it is imported from
+    bound: dict[str, Verdict | tuple[str, str]]  # a tuple: module and name of the source
     stars: list[str]  # modules of which all names are imported
     open_ended: bool  # whether names of torch.distributed are names of this module
     texts: dict[str, str]  # name of a constant -> its text
@@ -114,7 +114,7 @@ def is_module(path: str) -> bool:
 
 
 def _by_file(module: str, name: str) -> Verdict | None:
-    """Returns what the file of a module says about a name; None if it does not have the name."""
+    """Returns what the file of a module says about a name; None if the file does not have it."""
     file = _file(module)
     if file is None:
         return None

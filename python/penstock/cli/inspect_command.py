@@ -49,7 +49,7 @@ def _look(folder: pathlib.Path, quick: bool, tensors: bool) -> tuple[list[str], 
             reader.verify()
     except RuntimeError as error:
         return lines, str(error)
-    except (KeyError, TypeError, ValueError) as error:  # of another writer
+    except (KeyError, TypeError, ValueError) as error:  # written by another program
         return lines, f"{folder / _MANIFEST}: {error!r}"
     return lines, "not read" if quick else "whole"
 

@@ -18,7 +18,7 @@ from penstock._native import _penstock
 from penstock.launch import arrivals
 from penstock.launch.proc import PROC, descendants, field, pids
 
-_LONG_S = 5.0  # a healthy run has no wait of all ranks longer than this
+_LONG_S = 5.0  # longer than any wait of all ranks in a healthy run
 _LINK = f"/memfd:{_penstock.STATUS_FILE}"
 
 Found = list[tuple[int, Any]]  # process, board
@@ -114,11 +114,11 @@ class Place:
 
     Attributes:
         pid: process id on the rank's own host.
-        step: the training step that the rank works at; None if its board is not on this machine.
+        step: the training step that the rank works on; None if its board is not on this machine.
         for_s: seconds since `what` began.
         what: a phrase that describes what the rank does.
         waits: True if the rank waits for another rank.
-        numbers: metrics of its last step, by the names of docs/monitoring.md; NaN if unknown.
+        numbers: metrics of the rank's last step, with the names in docs/monitoring.md, or NaN.
     """
 
     rank: int
@@ -150,7 +150,7 @@ def _behind(lane: Any, peer: Any) -> bool:
         return True
     here = (lane.line.step, lane.sequence)
     at = (theirs.line.step, theirs.sequence)
-    return at < here or (at == here and not theirs.line.text)  # it has not begun its first line
+    return at < here or (at == here and not theirs.line.text)  # the peer has no line yet
 
 
 def late(boards: Mapping[int, Any]) -> list[int]:
@@ -184,7 +184,7 @@ def verdict(found: Found) -> str:
     if not ranks:
         if len(boards) > 1 and all(_waits(board) for board in boards.values()):
             return _all_wait(boards.values())
-        return "no rank waits for one that is behind"
+        return "no rank waits for a rank that is behind"
     names = []
     for rank in ranks:
         away = rank not in boards and rank < len(any_board.roster)

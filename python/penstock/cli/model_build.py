@@ -44,7 +44,7 @@ class Built:
             vocabulary, hidden = module.tokens.weight.shape
             shape = {"layers": len(module.blocks), "hidden": hidden, "heads": num_heads(hidden)}
             shape |= {"sequence": module.seq, "vocabulary": vocabulary}
-            return shape, f"heads are assumed, of {HEAD} values each"
+            return shape, f"heads of {HEAD} values each are assumed"
         config = getattr(module, "config", None)
         if config is not None:
             return _shape_in(config.get_text_config())

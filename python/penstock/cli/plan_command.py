@@ -31,7 +31,7 @@ def _model_of(args: argparse.Namespace) -> PlannedModel:
         blocks = model_spec.blocks_of(args.model)
         if blocks is not None:
             return blocks
-        # This import loads torch, which the sizes of blocks do not need.
+        # This import loads torch, which a model given by the sizes of its blocks does not need.
         built: PlannedModel = importlib.import_module("penstock.cli.model_build").build(args.model)
         return built
     total = model_spec.whole(str(args.params), "--params")

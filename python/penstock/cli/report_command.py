@@ -21,7 +21,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         "report",
         help=summary,
         description="Reads the folder that monitor.path names, and writes one HTML file that needs "
-        "no network. It also works while the run continues and after it was killed.",
+        "no network. This also works while the run continues, and after the run was killed.",
     )
     made.add_argument("run", metavar="RUN", help="folder of the run")
     made.add_argument(

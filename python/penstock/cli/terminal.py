@@ -52,7 +52,7 @@ class Screen:
             signal.SIGTERM: self._end,
             signal.SIGHUP: self._end,
             signal.SIGTSTP: self._stop,
-            signal.SIGINT: signal.default_int_handler,  # works even if the shell ignores SIGINT
+            signal.SIGINT: signal.default_int_handler,  # even if the parent ignored SIGINT
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:

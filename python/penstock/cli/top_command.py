@@ -18,7 +18,7 @@ from penstock.monitor import run
 
 _EVERY_S = 1.0
 _ALL_EACH = 10  # every tenth look searches all processes
-_SLACK_S = 60.0  # allowance for clocks that were set during the run
+_SLACK_S = 60.0  # allowance for a clock that was set during the run
 _PACE_STEPS = 10  # steps needed to measure the pace
 _NO_ENGINE = "you have no engine on this machine"
 

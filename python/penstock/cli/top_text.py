@@ -13,7 +13,7 @@ from penstock.monitor.report import size
 
 _BAR = 20
 _PHRASE = 24  # columns reserved for the phrase of a rank
-_LEAST = 7  # rows of each run if several are shown
+_LEAST = 7  # minimum rows of each run if several are shown
 _GAP = "  "
 
 

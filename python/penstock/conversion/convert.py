@@ -27,11 +27,12 @@ def convert(
 
     Args:
         source: a checkpoint of Penstock (or a folder of them) or DeepSpeed (ZeRO 1, 2, 3,
-            universal), a file of torch.save() or safetensors, or a folder of Hugging Face or
-            torch.distributed.checkpoint.
+            universal), a file of torch.save() or safetensors, or a folder that Hugging Face's
+            libraries or torch.distributed.checkpoint wrote.
         out: for "penstock" a folder of checkpoints, which gets a new "step-N"; for "dcp" an empty
-            folder; for "safetensors" a folder for the weights, in files named as by Hugging Face
-            (no config.json); for "torch" a file for a state dict, which is held in memory.
+            folder; for "safetensors" a folder for the weights, in files named as Hugging Face
+            names them (no config.json); for "torch" a file for a state dict, which is held in
+            memory.
         options: see Options.
 
     Returns:
@@ -65,7 +66,7 @@ def convert(
 
 @contextlib.contextmanager
 def _named(path: pathlib.Path) -> Iterator[None]:
-    """Makes every other exception a RuntimeFault that names the source."""
+    """Turns every exception except Penstock's own into a RuntimeFault that names the source."""
     try:
         yield
     except (ConfigError, RuntimeFault):

@@ -1,9 +1,9 @@
-"""Joins the parts of a tensor that model-parallel ranks have, and finds out how it was cut.
+"""Joins the parts of a tensor on model-parallel ranks, and finds out how the tensor was cut.
 
 The user's rules have precedence. The next source is the checkpoint's `universal_checkpoint_info`,
-if its writer recorded it. The last one is the values: a tensor that is equal on all ranks is whole.
-A cut is never guessed, since a wrong one can give the right shape: the parts of a fused [Q|K|V]
-that are joined as one matrix have their rows in the wrong order.
+if its writer recorded it. The last source is the values: a tensor is whole if it is equal on all
+ranks. A cut is never guessed, since a wrong one can give the right shape: the parts of a fused
+[Q|K|V] that are joined as one matrix have their rows in the wrong order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Cut:
     average: bool = False  # the whole is the mean over ranks
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
-        """Returns the shape of the whole tensor; None if these cannot be its parts."""
+        """Returns the shape of the whole tensor; None if these shapes do not fit together."""
         first, dim = shapes[0], self.dim
         if dim < 0:
             return first if all(shape == first for shape in shapes) else None
@@ -132,7 +132,7 @@ def checked(rules: Rules) -> Rules:
 
 
 def of_info(info: dict[str, Any], name: str, dims: int) -> Cut | None:
-    """Returns the cut in `universal_checkpoint_info`; None if this reader cannot tell.
+    """Returns the cut in `universal_checkpoint_info`; None if this reader cannot derive it.
 
     A parameter that matches no pattern is cut along dim 0.
 
@@ -157,7 +157,7 @@ def of_info(info: dict[str, Any], name: str, dims: int) -> Cut | None:
     if len(said) > 1:
         raise ConfigError(
             f'[convert::deepspeed] universal_checkpoint_info has "{name}" in several kinds of '
-            f"patterns: describe how it is cut with --rules"
+            f"patterns: use --rules to describe how it is cut"
         )
     cut = said[0] if said else Cut(0)
     if _matches(info.get("vocabulary_parameter_patterns") or [], name):
@@ -183,7 +183,7 @@ def _beyond(info: dict[str, Any]) -> list[str]:
 
 def _patterns(one: Any) -> list[str]:
     held = one if isinstance(one, dict) else getattr(one, "__dict__", {})
-    return list(held.get("patterns") or [".*"])  # if unknown, it may concern all parameters
+    return list(held.get("patterns") or [".*"])  # without patterns, any parameter may be meant
 
 
 def _matches(patterns: Any, name: str) -> bool:

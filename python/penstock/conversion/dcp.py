@@ -42,7 +42,7 @@ def is_one(folder: pathlib.Path) -> bool:
 
 
 class _Reader(FileSystemReader):
-    """A reader whose metadata come from records of the file and are checked."""
+    """A reader that takes the metadata from `pickles.load_metadata()` and checks them."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         super().__init__(folder)
@@ -176,7 +176,7 @@ def _scalars(values: dict[state_dicts.Path, Any]) -> dict[state_dicts.Path, Any]
 
 
 class _Lazy(DefaultSavePlanner):
-    """A planner that reads a tensor only when it is written; it plans with the shapes."""
+    """A planner that needs only shapes to plan, and reads a tensor only when it writes it."""
 
     def __init__(self, values: dict[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__()

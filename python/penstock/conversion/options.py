@@ -22,7 +22,7 @@ class Options:
         dtype: dtype of the weights for "safetensors" and "torch"; default: unchanged (fp32
             masters).
         rules: how tensor ranks of DeepSpeed have cut the weights, by name patterns
-            (docs/checkpoints.md); empty: as the checkpoint records it.
+            (docs/checkpoints.md); empty: as recorded in the checkpoint.
         inert: full names of classes whose objects in a pickle are skipped.
         say: called with lines about progress and about parts that are left out.
     """

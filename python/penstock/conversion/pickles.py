@@ -43,8 +43,8 @@ def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
         inert: full names of more classes that are allowed; their objects become `Inert`.
 
     Raises:
-        ConfigError: the file has an object of another class, which the text names.
-        RuntimeFault: it is not a file of torch.save(), or it is damaged.
+        ConfigError: the file has an object of another class, which the error names.
+        RuntimeFault: the file was not written by torch.save(), or is damaged.
     """
     allowed: list[Any] = [
         (type(name.rpartition(".")[2], (Inert,), {}), name) for name in (*_KNOWN, *inert)
@@ -87,9 +87,9 @@ def _numpy_scalars() -> list[Any]:
 
 
 def _check_members(path: str | os.PathLike[str]) -> None:
-    """Compares the CRC-32 of each member of the zip archive, because torch's reader does not.
+    """Verifies the CRC-32 of each member of the zip archive, because torch's reader does not.
 
-    Raises RuntimeFault if one does not match, or the archive is damaged.
+    Raises RuntimeFault if a CRC-32 does not match, or the archive is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -167,10 +167,10 @@ _RECORDS = frozenset(
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the metadata's own classes as records, and sizes and dtypes.
+    """Reads the metadata's own classes as records; allows no others but sizes, dtypes and dicts.
 
     The record classes belong to one unpickler, so a pickle that changes a class has no effect
-    outside it.
+    outside that unpickler.
     """
 
     def __init__(self, file: Any) -> None:
@@ -196,8 +196,8 @@ def load_metadata(path: pathlib.Path) -> Any:
     """Reads the file `.metadata` of torch.distributed.checkpoint as records.
 
     Raises:
-        ConfigError: the file has an object of another class, which the text names.
-        RuntimeFault: it is not such a file, or it is damaged.
+        ConfigError: the file has an object of another class, which the error names.
+        RuntimeFault: the file is of another kind, or is damaged.
     """
     try:
         with open(path, "rb") as file:

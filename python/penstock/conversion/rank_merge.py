@@ -1,6 +1,7 @@
 """Merges the contents of the model-parallel ranks of one model: stages and parts of weights.
 
-The files of each rank are read into a `Foreign` as if it were the only rank; then these are merged.
+The files of each rank are read into a `Foreign` as if it were the only rank. Then the `Foreign`s of
+all ranks are merged.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def of_parts(ranks: list[Foreign], rules: Rules, info: dict[str, Any]) -> Foreig
         info: the checkpoint's `universal_checkpoint_info`, or {}.
 
     Raises:
-        ConfigError: the cut of some parameters is unknown (the text lists them), or a description
+        ConfigError: the cut of some parameters is unknown (the error lists them), or a description
             contradicts the files.
         RuntimeFault: the ranks have different parameters or counts.
     """

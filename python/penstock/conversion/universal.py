@@ -32,10 +32,11 @@ def make(source: pathlib.Path, out: pathlib.Path, say: Say = lambda line: None) 
     """Makes the folder `out` from one checkpoint. The folder appears when it is complete.
 
     A checkpoint of Penstock already loads under any layout, so its files are linked (copied if
-    `out` is on another file system). One of DeepSpeed is converted (docs/checkpoints.md).
+    `out` is on another file system). A checkpoint of DeepSpeed is converted
+    (docs/checkpoints.md).
 
     Raises:
-        ConfigError: `out` exists and is no earlier result, or the source cannot be converted.
+        ConfigError: `out` exists and is not an earlier result, or the source cannot be converted.
         RuntimeFault: a file is damaged or missing.
     """
     if out.exists() and not is_ours(out):

@@ -1,4 +1,4 @@
-"""Writes a Penstock checkpoint from a `Foreign`, or files of other libraries."""
+"""Writes a Penstock checkpoint (from a `Foreign`), or writes files for other libraries."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def of_foreign(found: Foreign) -> Held:
 
 
 def of_ours(path: pathlib.Path, tag: str, say: Say) -> Held:
-    """Reads a Penstock checkpoint. `tag` "" is the newest in `path`."""
+    """Reads a Penstock checkpoint. `tag` "" means the newest in `path`."""
     reader = _penstock.CheckpointReader(str(path), tag)
     say(f"reading {reader.path}")
     front, state = json.loads(reader.front), json.loads(reader.state)
@@ -181,7 +181,7 @@ def of_ours(path: pathlib.Path, tag: str, say: Say) -> Held:
 
 
 def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
-    """Writes the weights as safetensors, a torch state dict or DCP, which also has optimizer state.
+    """Writes the weights as safetensors, a torch state dict, or DCP (with the optimizer's state).
 
     Returns the path that was written.
     """

@@ -1,4 +1,4 @@
-"""The dtypes of buffers beside parameters of a low precision.
+"""The dtypes of buffers in a model whose parameters have a low precision.
 
 The engine computes with parameters in the dtype of `precision`, and buffers keep their dtype: a
 table of frequencies in bf16 would change the model. torch's own modules below accept no mixture of
@@ -68,7 +68,7 @@ def explained(
     mixed = [
         name
         for name, value in buffers
-        # A number does not change the dtype of a result.
+        # A tensor without dims does not change the dtype of a result.
         if value.is_floating_point() and value.dtype not in kinds and value.dim() > 0
     ]
     if low is None or not mixed:

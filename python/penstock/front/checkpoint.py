@@ -104,9 +104,9 @@ class Checkpointing:
 
         Raises:
             ConfigError: inside an accumulation window or `gathered(write=True)`; if a value cannot
-                be saved (names it); if ranks give different arguments.
-            RuntimeFault: if a rank could not save (names rank, path, bytes). The incomplete
-                checkpoint is removed.
+                be saved (the error names it); if ranks give different arguments.
+            RuntimeFault: if a rank could not save (the error names rank, path and bytes). The
+                incomplete checkpoint is removed.
         """
         self._say_failure()
         where = self._checkpoints_in(path, "save")
@@ -273,7 +273,7 @@ def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _load(engine: Any, path: str, options: Any) -> tuple[str, Any]:
-    """Returns the checkpoint's path ("": there is none) and client_state; `Checkpointing.load`."""
+    """Returns the checkpoint's path ("": there is none) and client_state. See `load()`."""
     taken: list[_Taken] = []
     engine._follow_groups()
 

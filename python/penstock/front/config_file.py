@@ -138,7 +138,7 @@ def _named(config: ConfigLike) -> str:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the pairs as a dict. Raises ConfigError if a key is there twice."""
+    """Returns the pairs as a dict. Raises ConfigError if a key occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -175,7 +175,7 @@ def _given_text(config: ConfigLike) -> str:
 
 
 def finite(value: Any, key: str = "config") -> Any:
-    """Returns the value with infinities, NaN, paths and dtypes as strings, as JSON needs them.
+    """Returns the value with infinities, NaN, paths and dtypes as strings, because JSON lacks them.
 
     Frameworks write `"steps_per_print": inf`. Raises ConfigError for a value that JSON lacks.
     """
@@ -189,9 +189,9 @@ def finite(value: Any, key: str = "config") -> Any:
         return os.fspath(value)
     if value is None or isinstance(value, str | int | float):
         return value
-    if isinstance(value, numbers.Real):  # of numpy
+    if isinstance(value, numbers.Real):  # numpy's numbers
         return int(value) if isinstance(value, numbers.Integral) else finite(float(value))
-    if type(value).__name__ == "dtype":  # of torch
+    if type(value).__name__ == "dtype":  # torch's dtypes
         return str(value)
     raise ConfigError(
         f'[front::initialize] "{key}" is a {type(value).__name__}, which JSON cannot express. '

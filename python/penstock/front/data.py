@@ -37,7 +37,7 @@ class ResumableLoader:
     have fetched. It is the same on every rank and does not depend on the number of ranks, so a run
     on a different number of ranks continues with the next sample.
 
-    Register it before `engine.save()` and `engine.load()`:
+    Register the loader before `engine.save()` and `engine.load()`:
 
         loader = penstock.ResumableLoader(dataset, batch_size=8, seed=1, num_workers=2)
         engine.register_for_checkpointing(loader)
@@ -56,8 +56,8 @@ class ResumableLoader:
         options: further arguments of DataLoader (num_workers, collate_fn, pin_memory, ...), except
             those that choose samples.
 
-    The loader drops samples at the end of an epoch that do not fill a batch on every rank, as the
-    sampler of DDP with drop_last.
+    At the end of an epoch, the loader drops samples that do not fill a batch on every rank, as
+    DDP's sampler does with drop_last.
 
     Raises:
         ConfigError: if an option chooses samples, or if the dataset has less than one batch on
@@ -125,7 +125,7 @@ class ResumableLoader:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the dataset length or the order of the state differs."""
+        """Raises ConfigError if the state has another dataset length or order."""
         for name, now in self.state_dict().items():
             if name not in ("epoch", "samples") and state[name] != now:
                 raise ConfigError(
@@ -137,7 +137,7 @@ class ResumableLoader:
         """Sets the position for the next `iter()`. An open iterator does not change.
 
         Raises:
-            ConfigError: if the dataset length or the order of the state differs.
+            ConfigError: if the state has another dataset length or order.
         """
         self.check_state_dict(state)
         self.epoch, self._samples = state["epoch"], state["samples"]

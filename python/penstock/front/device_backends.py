@@ -18,8 +18,8 @@ _LATER = datetime.timedelta(seconds=60)
 
 
 def name_for(device: torch.device, wanted: str) -> str | None:
-    """Returns the name of the back end for that device. Returns None if torch has none, or if
-    `wanted` is not "auto". Exchanges then go through host memory."""
+    """Returns the name of the back end for that device. Returns None if torch has no such
+    back end, or if `wanted` is not "auto". Exchanges then go through host memory."""
     if device.type in ("cpu", "meta") or wanted != "auto":
         return None
     found = dist.Backend.default_device_backend_map.get(device.type)
@@ -37,7 +37,8 @@ class DeviceGroups:
         self._engine, self._made = next(_engines), itertools.count()
 
     def __call__(self, members: list[int]) -> typing.Any:
-        """Makes a back end for `members`, including this rank. All call it in the same order."""
+        """Makes a back end for `members`, including this rank. All members call it in the same
+        order."""
         ranks = "-".join(map(str, members)) if len(members) < 64 else str(hash(tuple(members)))
         prefix = f"penstock/{self._engine}/{next(self._made)}/{ranks}"
         store = PrefixStore(prefix, distributed_c10d._get_default_store())
@@ -58,8 +59,8 @@ def _plugin(name: str) -> typing.Any:
 def _make(
     name: str, store: typing.Any, rank: int, members: list[int], timeout: datetime.timedelta
 ) -> typing.Any:
-    """Makes a back end as torch's `init_process_group()` does. The class comes first: torch 2.14
-    registers its own back ends as plugins, too."""
+    """Makes a back end as torch's `init_process_group()` does. torch's own class has precedence,
+    because torch 2.14 registers its own back ends as plugins, too."""
     kind, plugin, size = _kind(name), _plugin(name), len(members)
     if kind is not None and hasattr(kind, "Options"):
         options = kind.Options()

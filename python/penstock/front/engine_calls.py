@@ -1,4 +1,4 @@
-"""Tells the other ranks of errors that the engine raises on this rank, perhaps alone.
+"""Tells the other ranks of an error that the engine raises on this rank, perhaps only here.
 
 If all ranks make a call and the engine refuses it on one of them, that rank runs no collective, so
 the other ranks would wait in vain ([Note: Turns], src/base/turns.h).
@@ -35,13 +35,13 @@ _OF_ALL_RANKS = {
 
 
 def tell_of_errors(made: type) -> None:
-    """Replaces the methods that all ranks call by ones that tell the other ranks of errors."""
+    """Replaces the methods that all ranks call with ones that tell the other ranks of errors."""
     for name, shown in _OF_ALL_RANKS.items():
         setattr(made, name, _told(getattr(made, name), shown))
 
 
 def tells_if_refused(call: Made) -> Made:
-    """Returns a call that also tells the other ranks of an error before the ranks have met."""
+    """Returns a call that also tells the other ranks if it fails before the ranks meet."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def ended_at_exit() -> "weakref.WeakSet[Any]":
 def _meets(
     model: Any = None, config: Any = None, comm: Any = None, device: Any = None, **_: Any
 ) -> bool:
-    """Whether the other ranks meet to share memory. Groups over gloo and of devices do not."""
+    """Whether the other ranks meet to share memory. Ranks of gloo and device groups do not."""
     if comm is None and isinstance(config, Mapping):
         comm = config.get("comm")
     if isinstance(comm, Mapping) and comm.get("backend") == "gloo":
@@ -81,7 +81,7 @@ def _meets(
         return True
     try:
         place = training_device.of_model(model, device, sharded_init.waiting(), warns=False)
-    except ConfigError:  # this is the error of the call
+    except ConfigError:  # the call itself has raised this error
         place = None
     places = {param.device.type for param in model.parameters()} if place is None else {place.type}
     return places <= {"cpu", "meta"}

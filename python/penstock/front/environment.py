@@ -294,8 +294,8 @@ def _master(merged: dict[str, str], place: Place, told: Callable[[str], str]) ->
 
 
 def adopt(environ: MutableMapping[str, str] | None = None) -> bool:
-    """Fills the missing ones of RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT from the scheduler's variables. Variables that are set do not change.
+    """Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the
+    scheduler's variables. Those that are already set do not change.
 
     Args:
         environ: the variables to read and fill; default: `os.environ`.
@@ -304,8 +304,8 @@ def adopt(environ: MutableMapping[str, str] | None = None) -> bool:
         True if a scheduler was found.
 
     Raises:
-        ConfigError: if values contradict each other, or the host of rank 0 is unknown. Names the
-            variables.
+        ConfigError: if values contradict each other, or the host of rank 0 is unknown. The
+            error names the variables.
     """
     environ = os.environ if environ is None else environ
     given = {name: environ[name] for name in _OURS if environ.get(name)}

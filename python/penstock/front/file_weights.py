@@ -17,7 +17,7 @@ from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.front import module_tree, ranks, shard_index
 
 _MOST = 10  # names in one line of an error
-# torch's norms take these without values from files that do not have them (torch 0.4 and before).
+# Files of torch 0.4 and before lack these entries, and torch's norms load without them.
 _COUNTS = "num_batches_tracked"
 _LOADS = ("load_state_dict", "_load_from_state_dict")
 _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -67,8 +67,8 @@ class FileWeights:
             )
 
     def print(self) -> str:
-        """Returns a text that differs if the files of two ranks differ in size or contents (of
-        which it covers samples)."""
+        """Returns a text that differs if the files of two ranks differ in size or in samples of
+        their contents."""
         return " ".join(str(file.print()) for file in self._files)
 
 
@@ -86,14 +86,14 @@ def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | Non
         why = why if path.is_dir() else "is not a *.safetensors file"
     raise ConfigError(
         f'[front::init] weights is "{path}", which {why}. Pass a safetensors file or a folder with '
-        f"one; `penstock convert --to safetensors` makes it from other formats"
+        f"one; `penstock convert --to safetensors` makes one from other formats"
     )
 
 
 def opened(path: str | os.PathLike[str], held: Any) -> FileWeights:
     """[all ranks] Opens the files, the same on every rank.
 
-    Raises ConfigError or RuntimeFault on every rank, if a rank cannot open them or has others.
+    Raises ConfigError or RuntimeFault on every rank, if a rank cannot open them or has other files.
     """
     error, found, told = None, None, ""
     try:
@@ -141,7 +141,7 @@ class Seen:
             warnings.warn(
                 f"[front::init] {len(names)} parameters were written to after they were built (for "
                 f'example {", ".join(names[:3])}), and the values of "{path}" replace theirs '
-                f"now. To change loaded values, write in a later `with penstock.init():`",
+                f"now. To change loaded values, write to them in a later `with penstock.init():`",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -150,7 +150,7 @@ class Seen:
 def root_of(seen: Iterable[torch.nn.Module], path: pathlib.Path) -> torch.nn.Module:
     """Returns the module that contains all others in `seen`.
 
-    Raises ConfigError if there is none, or several with parameters or persistent buffers.
+    Raises ConfigError unless exactly one such module has parameters or persistent buffers.
     """
     modules = list(seen)
     inner = {id(child) for one in modules for child in one._modules.values() if child is not None}
@@ -175,31 +175,31 @@ def _names(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Filling:
     """Gives the values of files to one model, as `load_state_dict()` would.
 
-    Parameters that fill their memory are read later, by the rank that keeps the values. Others, and
-    buffers, are read now.
+    A parameter that covers its whole storage is read later, by the rank that keeps the values.
+    Other parameters and buffers are read now.
 
     Args:
         weights: the files.
         held: the store of parameters built under `penstock.init()`.
-        strict: whether every name must be in the model and in the files.
+        strict: whether every name must be both in the model and in the files.
     """
 
     def __init__(self, weights: FileWeights, held: Any, strict: bool) -> None:
         self._weights, self._held, self._strict = weights, held, strict
 
     def fill(self, model: torch.nn.Module, place: tuple[str, torch.device], ops: Any) -> None:
-        """[all ranks] `place`: where parameters wait and train. `ops`: makes the mode in which
-        parameters without memory have values.
+        """[all ranks] Fills the model. `place`: where parameters wait and train. `ops`: makes the
+        mode in which parameters without memory have values.
 
         Raises:
-            ConfigError: names missing and unexpected tensors, and others that do not fit.
+            ConfigError: if tensors are missing, unexpected or do not fit; the error names them.
         """
         _check_plain(model, self._weights.path)
         names: dict[torch.Tensor, list[str]] = {}
         for name, value in _names(model):
             names.setdefault(value, []).append(name)
         there = self._weights.tensors
-        # Of several names of a tied tensor the last one in the file counts, as in torch.
+        # If a tied tensor has several names, the last one in the file counts, as in torch.
         chosen = {
             value: [there[name] for name in its if name in there][-1:]
             for value, its in names.items()
@@ -252,7 +252,7 @@ class Filling:
                 f'[front::init] the tensors of "{path}" and of the model differ: '
                 + "; ".join(parts)
                 + (". strict=False allows missing and additional tensors" if self._strict else "")
-                + (". A missing one on the meta device has no values" if empty else "")
+                + (". A missing tensor on the meta device has no values" if empty else "")
             )
         if (missing or unexpected) and ranks.rank() == 0:
             warnings.warn(
@@ -265,7 +265,7 @@ class Filling:
 
 
 def _fills(param: torch.Tensor, hollow: bool) -> bool:
-    """Whether a parameter without memory is all of its storage, in the order of files."""
+    """Whether a parameter without memory covers its whole storage, in the order of files."""
     size = param.untyped_storage().nbytes() if hollow else -1
     return param.is_contiguous() and param.storage_offset() == 0 and param.nbytes == size
 

@@ -51,7 +51,7 @@ class Hook:
 class Forward:
     """Replaces a method of a module: a call becomes `around(method, *args, **kwargs)`.
 
-    It looks like the class's bound method. It looks that method up in each call, because the class
+    To callers it is the class's bound method. Each call finds that method anew, because the class
     may change. See [Note: Copies by dict].
     """
 
@@ -68,10 +68,10 @@ class Forward:
         module.__dict__[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():  # the program is that of a plain model
+        if torch.compiler.is_exporting():  # exports a plain model
             return self._method(self._module)(*args, **kwargs)
         frame, caller = sys._getframe(1), self._module
-        # Other frames are not asked: before Python 3.13 the answer would keep their locals alive.
+        # Other frames' locals are not read: before Python 3.13 that would keep them alive.
         if frame.f_code.co_filename == _TORCH_MODULES:
             caller = frame.f_locals.get("self", caller)
         if caller is self._module or not self._is_copied_to(caller):
@@ -106,7 +106,7 @@ class Forward:
         return function
 
     def remove(self) -> None:
-        """Restores the module's own method. A method that the user has set since then stays; if it
+        """Restores the module's own method. A method that the user set over this one stays; if it
         calls this one, this one calls the module's own."""
         self._around = _alone
         if self._module.__dict__.get(self._name) is self:
@@ -127,7 +127,7 @@ class Forward:
 
     def _method(self, module: Any) -> Any:
         """Returns what the module's method would be without this one."""
-        if isinstance(self._had, Forward):  # one inside: a cut or tiled layer's
+        if isinstance(self._had, Forward):  # inside this one, of a cut or tiled layer
             return self._had if module is self._module else self._had._method(module)
         if self._had is not None:
             return self._had
@@ -148,7 +148,7 @@ class Forward:
         )
 
     def _leave(self, module: torch.nn.Module, had: Any = None) -> None:
-        """Takes this method off a module and restores `had`, by default what the user had set."""
+        """Removes this method from a module and restores `had` (default: what the user had set)."""
         if had is None:
             had = self._had
             while isinstance(had, Forward):
@@ -162,7 +162,7 @@ class Forward:
 # [Note: Copies by dict] Libraries copy a module with `type(module).__new__` and a copy of its
 # `__dict__`, to give the copy other parameters (learn2learn, data parallel replicas). The copy then
 # has the same `Forward` object, which belongs to the original and does not know which module was
-# called. The frame of torch that makes the call has this module. The copy is a plain module: at its
+# called. The calling frame, which is torch's, has that module. The copy is a plain module: at its
 # first call it loses the engine's methods.
 _TORCH_MODULES = torch.nn.Module._call_impl.__code__.co_filename
 _DICTS = (dict, OrderedDict)
@@ -170,7 +170,7 @@ _DICTS = (dict, OrderedDict)
 
 @dataclasses.dataclass
 class Pace:
-    """True inside `uneven()`: another rank may run no forward while this rank runs one."""
+    """True inside `uneven()`, where another rank may run no forward while this rank runs one."""
 
     uneven: bool = False
 
@@ -197,7 +197,7 @@ class Forwards:
         self._installed.append(Forward(module, self._zero_grad, "zero_grad"))
         generate = getattr(module, "generate", None)
         if core.needs_unit_events and callable(generate):
-            # It may be an inner module's, which `__getattr__` returns.
+            # `generate` may be an inner module's, which `__getattr__` returns.
             owner = getattr(generate, "__self__", module)
             owner = owner if isinstance(owner, torch.nn.Module) else module
             self._installed.append(Forward(owner, self._generate, "generate"))
@@ -299,14 +299,14 @@ class Forwards:
         if module_tree.is_compiled_in_place(module):
             self._installed.append(Forward(module, _around(begin, end)))
             return
-        # Not the module's own methods: its class may override them.
+        # nn.Module's own methods, because the module's class may override them.
         before, after = Hook(module, begin), Hook(module, end)
         plain = torch.nn.Module
         self._installed.append(plain.register_forward_pre_hook(module, before, prepend=True))
         self._installed.append(plain.register_forward_hook(module, after, always_call=True))
 
     def watch_part(self, module: torch.nn.Module) -> None:
-        """Watches a module outside of the units that has parameters and may be called by itself."""
+        """Watches a module that has parameters, is outside of the units and may be called alone."""
         self._installed.append(Forward(module, self.run_part))
 
     def run_part(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +321,7 @@ class Forwards:
         return self._open and self._thread == threading.get_ident()
 
     def _refuse_threads(self, module: torch.nn.Module) -> None:
-        """Raises RuntimeFault if a forward runs in another thread, perhaps one that calls this."""
+        """Raises RuntimeFault if another thread runs a forward, perhaps one that calls `module`."""
         names = {one.ident: one.name for one in threading.enumerate()}
         if not self._open or self._thread not in names:
             return
@@ -350,7 +350,7 @@ class Forwards:
         self._core.unit_begin(0, torch.is_grad_enabled())
 
     def _end(self, output: Any) -> None:
-        self._open = False  # a module called by itself does not pass through run()
+        self._open = False  # a module called alone does not pass through run()
         self._core.unit_end(0, list(module_tree.tensors_in(output)))
 
     def _explain(self, error: BaseException, inputs: Any) -> None:

@@ -38,7 +38,7 @@ def restore(kept: dict[str, Any], device: torch.device) -> None:
 
 
 def derive(state: torch.Tensor, rank: int) -> None:
-    """Seeds all generators of a rank that the checkpoint does not have.
+    """Seeds all generators of a rank for which the checkpoint has no states.
 
     Args:
         state: generator state of a rank of the checkpoint, uint8.

@@ -112,7 +112,7 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an op that needs no values. A parameter that gets new memory keeps its shard."""
         _check_resize(func, args)
         had = [t for t in _written(func, args, kwargs) if self._held.holds(t)]
-        if func.overloadpacket is _aten.set_:  # torch would ask hollow storages for their data
+        if func.overloadpacket is _aten.set_:  # torch would ask storages without values for data
             same = func is _aten.set_.source_Tensor and args[0].dtype == args[1].dtype
             new = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
             args[0].data = args[1].detach() if same else func(new, *args[1:], **kwargs)
@@ -203,8 +203,8 @@ class Built:
         if tensor.device.type not in ("cpu", "meta") and tensor.device != trains:
             raise ConfigError(
                 f"[front::init] {what} is made on {tensor.device}, but this penstock.init() is for "
-                f"a model that trains on {trains}. Make parameters on the CPU or there, or pass "
-                f'device="{tensor.device}"'
+                f"a model that trains on {trains}. Make parameters on the CPU or that device, or "
+                f'pass device="{tensor.device}"'
             )
         if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(

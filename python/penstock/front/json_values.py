@@ -17,7 +17,7 @@ def encode(value: Any, what: str) -> Any:
 
     Raises:
         ConfigError: for a value that decode() could not restore (a tensor, a set, an object of a
-            class). Names the place of the value in `what`.
+            class). The error names the value's place in `what`.
     """
     if value is None or type(value) is bool:
         return value

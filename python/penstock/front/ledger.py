@@ -33,7 +33,7 @@ def _memory_lines(
     rest = resident["process"] - sum(resident[key] for key in _RESIDENT)
     both = f"{measured['memory'] / 2**20:.2f} of {predicted['memory'] / 2**20:.2f} predicted"
     return [
-        f"device and host at one time, which budgets compare: {both}",
+        f"device and host at one time, the sum that a budget limits: {both}",
         f"the process now has {resident['process'] / 2**20:.2f}: {parts}, "
         f"rest (objects of Python, stacks) {max(0, rest) / 2**20:.2f}",
     ]
@@ -42,7 +42,7 @@ def _memory_lines(
 def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
     """Returns the ledger as a table in MiB per rank: peaks in memory, and disk space if not 0.
 
-    Each column has the peak of its own moment, so the parts may add up to more than the total. The
+    Each column is the peak at its own moment, so the parts may add up to more than the total. The
     total adds the peaks of device and host; the line "at one time" has the peak of their sum.
 
     Args:

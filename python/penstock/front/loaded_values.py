@@ -12,7 +12,7 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 
 class LoadedValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context; in it, a copy of wider values into a whole parameter is recorded.
+    """A context that records copies of wider values into whole parameters.
 
     Attributes:
         found: the values that were copied last, by the parameter's name. They are not cloned.

@@ -1,7 +1,7 @@
 """The model's own `state_dict()`, even if a class, an instance or a hook changes what it returns.
 
 While it runs, the modules hold other parameters: full values for `Engine.state_dict()`, and tensors
-without values to find what a checkpoint must keep beside parameters and buffers.
+without values to find what a checkpoint must keep besides parameters and buffers.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def filled_state_dict(
     full: Mapping[int, torch.Tensor],
     device: torch.device | str | None = None,
 ) -> Any:
-    """Returns the model's state_dict() with the values `full`, by id of the parameter.
+    """Returns the model's state_dict() with the values in `full`, whose keys are ids of parameters.
 
     The values are not copied; other tensors, such as buffers, are copied to `device`.
     """
@@ -49,7 +49,7 @@ def filled_state_dict(
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             state[name] = value
-        elif _storage(value) not in ours:  # a buffer, or a tensor of an override
+        elif _storage(value) not in ours:  # a buffer, or from an override
             copied = value.detach().clone()
             state[name] = copied if device is None else copied.to(device)
         else:
@@ -60,7 +60,7 @@ def filled_state_dict(
 
 
 class OwnState:
-    """What `state_dict()` of a model returns beside parameters, buffers and `get_extra_state()`.
+    """What `state_dict()` of a model returns besides parameters, buffers and `get_extra_state()`.
 
     It has the methods of a module with extra state, so that a checkpoint treats it as one.
 
@@ -82,7 +82,7 @@ class OwnState:
         return {key: value for key, value in self._found().items() if self._is_own(key, value)}
 
     def set_extra_state(self, values: Mapping[str, Any]) -> None:
-        """Passes the values to the model's load_state_dict(); its parameters stay as they are."""
+        """Passes the values to the model's load_state_dict(). The parameters do not change."""
         with self._tensor, _replaced(self._model, _without_values(self._model)):
             self._model.load_state_dict({**self._state(), **values})
 
@@ -112,8 +112,8 @@ class OwnState:
             raise ConfigError(
                 f"[front::save] {self.kind} changes state_dict(), which raised "
                 f"{type(error).__name__} when called without the parameters' values: {error}. The "
-                f"engine cannot tell what it adds. Call torch.save(engine.state_dict(), path), or "
-                f"return what it adds from get_extra_state()"
+                f"engine cannot tell which values the class adds. Call "
+                f"torch.save(engine.state_dict(), path), or return them from get_extra_state()"
             ) from error
         return found if isinstance(found, Mapping) else {}
 
@@ -144,15 +144,15 @@ def extra_states(engine: Any) -> Iterator[tuple[str, Any]]:
         return
     if engine.config.mesh.pipeline > 1:
         raise ConfigError(
-            f"[front::save] {own.kind} adds values to state_dict(), which cannot be copied from "
-            f"one stage to other stages yet. Keep them outside of the model"
+            f"[front::save] {own.kind} adds values to state_dict() that cannot be copied from "
+            f"one stage to other stages yet. Keep these values outside of the model"
         )
     yield OwnState.NAME, own
 
 
 def overriding_class(model: torch.nn.Module) -> str:
-    """Returns the class of the first module whose state_dict() or load_state_dict() is not torch's,
-    by a method or a hook; or ""."""
+    """Returns the class of the first module whose state_dict() or load_state_dict() a method or a
+    hook changes; "" if there is none."""
     for _, module in module_tree.modules_of(model):
         own = vars(module)
         methods = any(
@@ -204,7 +204,7 @@ def _like(param: Any, value: torch.Tensor) -> torch.nn.Parameter:
 
 def _without_values(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """Returns a tensor without values for each parameter, by its id."""
-    # Only results of these tensors have no values. Other tensors of an override keep theirs.
+    # Only results of these tensors lack values. An override's other tensors keep their values.
     with FakeTensorMode(allow_non_fake_inputs=True):
         return {
             id(param): torch.empty(param.shape, dtype=param.dtype, device=param.device)

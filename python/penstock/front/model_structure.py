@@ -1,4 +1,4 @@
-"""Checks of a model's parameters: at initialize(), and later against those of initialize()."""
+"""Checks a model's parameters at initialize(), and later whether they are still the same."""
 
 import weakref
 from collections.abc import Callable
@@ -42,8 +42,8 @@ class _Changes:
 
 _COLLECTED = (
     "the model's engine was garbage collected without close(), so nothing can apply gradients, and "
-    "its parameters are still the engine's. Keep what initialize() returns, and call its close() "
-    "before you use the model without it"
+    "the engine still has the parameters. Keep the engine that initialize() returns, and call its "
+    "close() before you use the model without it"
 )
 
 
@@ -99,8 +99,8 @@ class Structure:
         if same and not registered:
             return False
         names = module_tree.names_of(self._model)
-        # Without a registration, torch.func.functional_call() may have put a parameter there for
-        # one call.
+        # If nothing was registered, torch.func.functional_call() may have put a parameter into
+        # the model for one call.
         others = {param: its[0] for param, its in names.items() if param not in self.own}
         for param, name in others.items():
             if param.is_meta:
@@ -126,8 +126,8 @@ class Structure:
 
 
 def refuse_model(model: torch.nn.Module) -> None:
-    """Raises ConfigError for a scripted module, and for a parameter that another engine trains or
-    trained until it was garbage collected."""
+    """Raises ConfigError for a scripted module, and for a parameter that another engine trains, or
+    that a garbage-collected engine trained."""
     for name, module in module_tree.modules_of(model):
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
@@ -148,7 +148,7 @@ def refuse_model(model: torch.nn.Module) -> None:
 
 
 def _is_a(one: Any, *names: str) -> bool:
-    """Whether a class of torch of one of these names is among the object's classes."""
+    """Whether one of the object's classes is a torch class with one of these names."""
     kinds = type(one).__mro__
     return any(kind.__name__ in names and kind.__module__.startswith("torch.") for kind in kinds)
 
@@ -167,7 +167,7 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
 
 
 def check_params(model: torch.nn.Module) -> None:
-    """Raises ConfigError if the model has no parameters or one that cannot be trained."""
+    """Raises ConfigError if the model has no parameters, or a parameter that cannot be trained."""
     if next(module_tree.params_of(model), None) is None:
         raise ConfigError("[front::initialize] the model has no parameters to train")
     _refuse_wrappers(model)

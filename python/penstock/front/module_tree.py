@@ -162,7 +162,7 @@ def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def parts_around(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Returns the modules outside of the units that have parameters, except the model itself."""
+    """Returns the modules that have parameters and are outside of the units, without the model."""
     inside = {id(module) for unit in units for _, module in modules_of(unit)}
     return [
         module

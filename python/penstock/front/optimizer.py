@@ -30,7 +30,7 @@ _LION: dict[str, Any] = _KINDS["Lion"].defaults
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv:2302.06675), computed by the engine; decoupled weight decay.
+    """Lion (arXiv:2302.06675), computed by the engine, with decoupled weight decay.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -80,8 +80,8 @@ def _kernels() -> str:
 def prepare(
     given: Any, model: torch.nn.Module, config: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer | None, dict[str, Any]]:
-    """Returns the optimizer passed to `initialize()`, and the config with its settings if a kernel
-    computes it.
+    """Returns the optimizer passed to `initialize()`, and the config, which has the optimizer's
+    settings if a kernel computes its update.
 
     The optimizer is None if it comes from the config. Raises ConfigError if it cannot be used.
     """
@@ -112,7 +112,7 @@ def prepare(
     if section is not None and not only_dtype:
         raise ConfigError(
             "[front::initialize] an optimizer is given both as an argument and as the key "
-            '"optimizer". Remove one (only optimizer.moments_dtype can be set beside an argument)'
+            '"optimizer". Remove one (only optimizer.moments_dtype is allowed with an argument)'
         )
     if is_native(given):
         _check_fresh(given, uncounted=1)
@@ -131,7 +131,7 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
     if isinstance(value, weakref.ref):
-        return [id(value())]  # it identifies its object, as an id does
+        return [id(value())]  # the reference identifies its object, as an id does
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
@@ -195,7 +195,7 @@ def build(
     takes = inspect.signature(make.__init__).parameters if kind else keys
     options = {key: getattr(section, key) for key in keys if key in takes} | dict(more or {})
     made: Any = make.__new__(make)
-    # torch's own method imports its compiler, to exclude itself from compiled code: 66 MiB.
+    # torch's own method imports torch's compiler (66 MiB), to exclude itself from compiled code.
     made.add_param_group = types.MethodType(inspect.unwrap(make.add_param_group), made)
     made.__init__([torch.nn.Parameter(torch.zeros(1))], **options)
     made.state.clear()
@@ -227,16 +227,17 @@ def is_native(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _num_steps(state: dict[str, Any], uncounted: int) -> float:
-    """Returns the count of steps. Zeros without a count are the state before the first step."""
+    """Returns the count of steps. Zeros without a count mean the state before the first step."""
     values = [one for one in state.values() if isinstance(one, torch.Tensor)]
     zeros = bool(values) and not any(bool(one.any()) for one in values)
     return float(state.get("step", 0 if zeros else uncounted))
 
 
 def _check_fresh(optimizer: torch.optim.Optimizer, uncounted: int) -> None:
-    """Raises ConfigError if the optimizer has taken steps. `uncounted`: steps without a count.
+    """Raises ConfigError if the optimizer has taken steps.
 
-    An optimizer that computes in Python may have no count; a trial has looked at its state.
+    `uncounted`: the steps of a state without a count. 0 for an optimizer that computes in Python,
+    whose state a trial has checked.
     """
     # Some optimizers (Adagrad) make their state in the constructor, with step 0.
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
@@ -399,7 +400,7 @@ def check_ours(optimizer: Any, given: torch.optim.Optimizer, native: bool) -> No
 
 
 def call_hooks(optimizer: torch.optim.Optimizer, before: bool) -> None:
-    """Calls the optimizer's step hooks and torch's global ones, around the engine's step."""
+    """Calls the optimizer's step hooks and torch's global ones, before or after a step."""
     both: list[Any]
     if before:
         both = [_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks]

@@ -2,12 +2,12 @@
 
 [Note: Methods outside step()] Such a method (`eval()` of schedule-free optimizers, `backup()` of a
 Lookahead) may write weights, which rest in this rank's shards. The engine runs it on the shards and
-publishes them at once, on all ranks. It first runs the same call on a twin: a small optimizer of
-the same class that has taken the same steps and calls, and whose values are equal on all ranks. So
-all ranks decide alike, before anything changes, whether the call touches weights (then it is a
-collective) and whether it works on shards (else it is refused). Each step, too, is first taken on
-the twin and its slices, because a rule that is elementwise in the trial of initialize() may change
-later.
+publishes the weights at once, on all ranks. It first runs the same call on a twin: a small
+optimizer of the same class that has taken the same steps and calls, and whose values are equal on
+all ranks. So all ranks decide alike, before anything changes, whether the call touches weights
+(then it is a collective) and whether it works on shards (else it is refused). Each step, too, is
+first taken on the twin and its slices, because a rule that is elementwise in the trial of
+initialize() may change later.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SAVES = ("state_dict", "load_state_dict")
 
 
 def _names(made: type[Optimizer]) -> tuple[list[str], list[str]]:
-    """Returns the public methods of a user's class, and those that replace torch's to save."""
+    """Returns the public methods of a user's class, and those of _SAVES that it overrides."""
     names: dict[str, None] = {}
     for base in made.__mro__:
         if base not in Optimizer.__mro__:
             own = [name for name, value in vars(base).items() if inspect.isfunction(value)]
             names |= dict.fromkeys(own)
-    # torch's own step(), hooks and add_param_group() call or need the engine; others are replaced.
+    # Leaves out overrides of step(), the hooks and add_param_group(), which the engine handles.
     public = [
         n for n in names if n == "zero_grad" or not (n.startswith("_") or hasattr(Optimizer, n))
     ]
@@ -80,7 +80,7 @@ class _Twin:
 
     def _follow(self) -> None:
         groups = [self._given.param_groups[index] for index in self._groups]
-        kept = {  # some optimizers also keep a value of their own under a text
+        kept = {  # some optimizers also keep a value under a string
             piece: state
             for piece, state in self._given.state.items()
             if isinstance(piece, torch.Tensor) and piece.numel() != 1 and state
@@ -97,7 +97,7 @@ class _Twin:
     ) -> None:
         if state.keys() == self._twin.state[param].keys():
             return
-        # A checkpoint was loaded: the same keys, with any values.
+        # After a load: the same keys as in the loaded state, with any values.
         made = {
             key: torch.randn(param.shape, generator=self._draws)
             if isinstance(value, torch.Tensor) and value.shape == piece.shape
@@ -200,7 +200,7 @@ class Methods:
     def __init__(self, optimizer: Optimizer, values: Any) -> None:
         self._optimizer = optimizer
         self._values = values
-        self._inside = False  # in step() or in a method: the shards are the method's
+        self._inside = False  # in step() or in a method, which uses the shards directly
         self._names, self._saves = _names(type(optimizer))
         self.drop: Callable[[bool], None] = _nothing  # drops the engine's gradients
         # The rules of torch's own classes never change, and these have no other methods.
@@ -224,7 +224,7 @@ class Methods:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """In this context the optimizer steps, and its methods run as they are."""
+        """In this context the optimizer steps, and its methods run without the checks."""
         if self._twin is not None:
             self._twin.step()
         with self._alone():
@@ -246,7 +246,7 @@ class Methods:
         if problem:
             raise RuntimeFault(
                 f"[front::optimizer] {what} {problem}. Outside step() the engine runs only methods "
-                f"that change shards element by element. Do it in step(), or change the model's "
+                f"that change shards element by element. Do this in step(), or change the model's "
                 f"parameters inside engine.gathered(write=True)"
             )
         results: list[Any] = []

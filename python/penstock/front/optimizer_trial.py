@@ -2,9 +2,9 @@
 
 An optimizer that computes in Python works on slices of parameters, so each of its updates must give
 a slice the values that it gives the whole parameter. A trial runs the same method on small
-parameters and on their slices, each with an optimizer of its own, and compares all values. It has a
-small parameter for each group, each number of dims and each kind of attributes that occur, because
-an optimizer may treat these differently.
+parameters and on their slices, each with an optimizer of its own, and compares all values. A trial
+has a small parameter for each group, each number of dims and each kind of attributes that occur,
+because an optimizer may treat these differently.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Sample:
 
 
 def _kind(value: Any, texts: bool) -> Hashable:
-    """Returns a key that is equal for values of one kind: of a number only the sign counts."""
+    """Returns a key that is equal for values of one kind: for a number, only the sign counts."""
     if isinstance(value, dict):
         return tuple(sorted((str(key), repr(_kind(one, texts))) for key, one in value.items()))
     if isinstance(value, (list, tuple)):
@@ -212,7 +212,7 @@ def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns copies of a group's options. A small learning rate is raised, so that steps show."""
+    """Returns copies of a group's options, with a learning rate at which steps show."""
     options = {k: _copied(v, _clone, {}) for k, v in group.items() if k != "params"}
     lr = options.get("lr")
     if isinstance(lr, torch.Tensor) and lr.numel() == 1:
@@ -236,7 +236,7 @@ def fresh_state(optimizer: Optimizer, param: torch.Tensor, owner: torch.Tensor) 
 
 
 def _per_element(optimizer: Optimizer, key: Any, owner: torch.Tensor) -> bool:
-    """Whether the state has a value per element. If `owner` has no dims, one with dims decides."""
+    """Whether a state has a value per element, judged by a parameter with dims if there is one."""
     like = owner
     if owner.ndim == 0:
         params = (one for one in optimizer.state if isinstance(one, torch.Tensor) and one.ndim > 0)
@@ -267,8 +267,8 @@ def own_entries(optimizer: Optimizer) -> dict[Any, Any]:
 def _attributes(optimizer: Optimizer, kept: dict[int, Any]) -> dict[str, Any]:
     """Returns copies of the optimizer's attributes. `kept` maps the ids of its groups and state.
 
-    Raises CannotTry if an attribute holds parameters beside those of the groups, because the engine
-    replaces only the latter by shards.
+    Raises CannotTry if an attribute holds parameters besides those of the groups, because the
+    engine replaces only those by shards.
     """
     real = {id(p) for group in optimizer.param_groups for p in group["params"]}
     name = ""
@@ -360,7 +360,7 @@ class _Tried:
     whole: list[torch.nn.Parameter]
     both: list[list[torch.nn.Parameter]]
     first: list[list[torch.nn.Parameter]]
-    second: list[list[torch.nn.Parameter]]  # the first one again if there is one slice
+    second: list[list[torch.nn.Parameter]]  # the first one again if there is only one slice
 
     def layouts(self) -> list[list[list[torch.nn.Parameter]]]:
         return [[[p] for p in self.whole], self.both, self.first, self.second]

@@ -56,8 +56,8 @@ class Ranks:
     """An engine's own group over all ranks.
 
     It uses shared memory if all ranks are on one host, else two gloo process groups, one per
-    direction. A single rank needs neither. They are freed by `close()`, or when this object and the
-    group are deleted.
+    direction. A single rank needs neither. `close()` frees the groups, as does the deletion of this
+    object and the group.
 
     Args:
         timeout_s: seconds until a wait for a peer fails.
@@ -67,7 +67,7 @@ class Ranks:
         transport: the value of the key comm.backend.
 
     Raises:
-        ConfigError: if `transport` is "shm" and ranks are on several hosts, on all ranks.
+        ConfigError: on all ranks, if `transport` is "shm" and ranks are on several hosts.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def with_timeout(values: Mapping[str, Any]) -> Mapping[str, Any]:
     `values` does not set it."""
     comm = values.get("comm")
     if comm is not None and not isinstance(comm, Mapping):
-        return values  # the config refuses it
+        return values  # reading the config refuses it
     if comm and comm.get("timeout_s") is not None:
         return values
     return {**values, "comm": {**(comm or {}), "timeout_s": default_timeout_s()}}

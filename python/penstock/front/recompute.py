@@ -1,8 +1,8 @@
 """Activation checkpointing (arXiv:1604.06174): a unit keeps its inputs and runs again in backward.
 
-torch.utils.checkpoint runs it (random numbers, autocast, early stop). If activations are offloaded,
-saved-tensor hooks around the call pass its saved inputs to the engine. Tensors saved inside the
-unit do not pass through these hooks.
+torch.utils.checkpoint runs it again (with random numbers, autocast, early stop). If activations are
+offloaded, saved-tensor hooks around the call pass the saved inputs to the engine. Tensors saved
+inside the unit do not pass through these hooks.
 """
 
 import contextlib
@@ -107,7 +107,8 @@ _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 class _Fields:
     """The fields that a unit's modules had before a forward: modes, counters, lists.
 
-    The modules have these fields while the forward is recomputed, and their later ones after it.
+    The modules have these fields while the forward is recomputed, and then their current
+    fields again.
     """
 
     def __init__(self, unit: str, module: torch.nn.Module) -> None:
@@ -183,7 +184,7 @@ def _set_fields(fields: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         place.update(values)
 
 
-# Getters and setters of states of other generators, which must be as before in a recomputation.
+# Getters and setters of other generators' states, which are restored for a recomputation.
 GENERATORS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
 
 

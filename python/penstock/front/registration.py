@@ -32,7 +32,7 @@ def _register(distributed: ModuleType) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the module that defines Backend as Python does. Registers after the module has run."""
+    """Finds, as Python does, the module that defines Backend, and registers after it has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -25,7 +25,7 @@ class _Schedule:
     Args:
         optimizer: a torch optimizer, or an object with a torch optimizer as `.optimizer`.
         given: parameters of the schedule, in DeepSpeed's order.
-        last_batch_iteration: the step to continue from; -1 begins, and sets the groups' rates.
+        last_batch_iteration: the step to continue from; -1: begins anew and sets the groups' rates.
         params: parameters by name. A list has a value for each parameter group.
 
     Raises:
@@ -235,7 +235,7 @@ class OneCycle(_Schedule):
         if (params.get("cycle_second_step_size") or 0) < 0:
             raise ConfigError(
                 f"[front::OneCycle] cycle_second_step_size is {params['cycle_second_step_size']}; "
-                f"allowed: a whole number >= 0, or None for that of the first half"
+                f"allowed: a whole number >= 0, or None, which means cycle_first_step_size"
             )
         wanted = bool(params.get("cycle_momentum", True))
         self.cycle_momentum = wanted and "betas" in self.optimizer.defaults
@@ -281,7 +281,7 @@ class LRRangeTest(_Schedule):
     """The learning rate range test (arXiv:1803.09820), to find the highest rate that still trains.
 
     The rate begins at `lr_range_test_min_lr` (0.001). Every `lr_range_test_step_size` (2000) steps
-    it rises by `lr_range_test_step_rate` (1) times that value."""
+    it rises by `lr_range_test_step_rate` (1) times `lr_range_test_min_lr`."""
 
     kind = "LRRangeTest"
     names = (

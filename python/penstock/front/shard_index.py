@@ -1,4 +1,4 @@
-"""The files of a folder of weights: `model.safetensors.index.json` and its like."""
+"""Reads the index of a folder of weights, such as `model.safetensors.index.json`."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ def files_of(index: pathlib.Path, where: str) -> tuple[list[pathlib.Path], dict[
         where: the place that is named in errors: "convert::hf".
 
     Raises:
-        RuntimeFault: if it is no index, or names a file outside its folder.
+        RuntimeFault: if the file is not an index, or names a file outside its folder.
     """
     try:
         held: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

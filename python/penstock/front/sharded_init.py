@@ -21,7 +21,7 @@ from penstock.front.hollow_ops import Assignments, Built, Ops
 
 
 # [Note: Init by agreement] Ranks free the parameters of a dropped model at different times, because
-# each rank's garbage collector decides when. So what a rank still holds may only decide about this
+# each rank's garbage collector decides when. So what a rank still holds may affect only that
 # rank's memory and files. The ranks connect and disconnect together: every outermost init() makes a
 # new group, and initialize() closes it if the ranks agree that no parameter waits on any rank.
 @dataclasses.dataclass
@@ -35,7 +35,7 @@ class _Store:
         self.own_ranks.close()
 
     def nothing_waits(self) -> bool:
-        """Whether no parameter that is in use on this rank waits. Frees dropped parameters."""
+        """Whether no parameter in use on this rank lacks an engine. Frees dropped parameters."""
         try:
             return bool(self.held.empty())
         except RuntimeFault:  # the disk failed, so the waiting parameters have no values
@@ -50,7 +50,7 @@ class _Context:
     path: str  # folders for shards; "": memory
     device: torch.device  # where the model trains
     weights: file_weights.FileWeights | None
-    seen: file_weights.Seen | None  # by the innermost context with weights
+    seen: file_weights.Seen | None  # of the innermost context with weights
 
     def wrote(self, tensor: torch.Tensor) -> None:
         """Called after a write to a parameter without memory."""
@@ -97,8 +97,8 @@ def _close() -> None:
 def _connect(timeout_s: float) -> Any:
     """[all ranks] Returns the store, connected through a new group ([Note: Init by agreement]).
 
-    The new group also replaces one in which a rank has failed. The ranks meet when they make it, so
-    no rank still uses the earlier group when that is closed.
+    The new group also replaces one in which a rank has failed. The ranks meet to make the new
+    group, so no rank still uses the earlier group when that is closed.
     """
     own = ranks.Ranks(timeout_s)
     earlier = _shared.pop() if _shared else None
@@ -115,7 +115,7 @@ def _connect(timeout_s: float) -> Any:
 
 
 def shard(param: torch.Tensor) -> None:
-    """Leaves this rank its shard of a parameter, in the place of the innermost open context."""
+    """Keeps only this rank's shard of a parameter, where the innermost open context puts shards."""
     held = waiting()
     if not held.holds(param) and param.numel() > 0:
         held.hollow(param, *_open[-1].place())
@@ -176,7 +176,7 @@ def _same_generators(held: Any, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _filled(context: _Context, held: Any, strict: bool) -> Iterator[None]:
-    """Gives the model that is built in this context the values of the files, at its end."""
+    """At the end of the context, gives the model that was built in it the values of the files."""
     weights, seen = context.weights, context.seen
     if weights is None or seen is None:
         yield
@@ -216,8 +216,8 @@ def _sharded(context: _Context, held: Any) -> Iterator[None]:
 def _context(
     held: Any, path: str, device: training_device.DeviceLike, weights: str | os.PathLike[str] | None
 ) -> _Context:
-    """[all ranks] Returns the context that init() opens; what it leaves open is as in the context
-    around it."""
+    """[all ranks] Returns the context that init() opens. Arguments that are not given are those of
+    the context around it."""
     outer = _open[-1] if _open else None
     path = path or (outer.path if outer else "")
     held.open(path)
@@ -258,9 +258,9 @@ def init(
             Default: the device of the outer context, else the machine's accelerator, if any.
         weights: a file `*.safetensors`, or a folder with `model.safetensors` or
             `model.safetensors.index.json`. The model gets its values at the end of the context, as
-            from `load_state_dict()`, but `initialize()` reads them, and each rank only what it
-            keeps. Parameters may be on the meta device.
-        strict: False to warn of missing and unexpected tensors instead of an error.
+            from `load_state_dict()`, but `initialize()` reads them, and each rank reads only what
+            it keeps. Parameters may be on the meta device.
+        strict: False warns of missing and unexpected tensors instead of raising an error.
 
     Raises:
         RuntimeFault: if a peer has ended or built another model, the disk is full, or a file is

@@ -83,8 +83,8 @@ def _nothing(*_: Any) -> None:
 
 def _of_hook(label: str) -> str:
     return (
-        f'parameter "{label}" has a gradient hook, but it is in tiles, so its gradient is never '
-        f'whole. Remove the hook, or leave the module out of "tiling.modules"; '
+        f'parameter "{label}" has a gradient hook, but the parameter is in tiles, so its gradient '
+        f'is never whole. Remove the hook, or leave the module out of "tiling.modules"; '
         f"engine.full_grads() and engine.set_grads() read and change gradients"
     )
 
@@ -110,12 +110,12 @@ def _without_hooks(
 
 
 def _as_torch(name: str, forward: Any, own: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs the tiled forward. Raises RuntimeFault if the class has another one by now."""
+    """Runs the tiled forward. Raises RuntimeFault if the module's forward was replaced."""
     if getattr(inner, "__func__", None) is not forward:
         raise RuntimeFault(
             f'[front::forward] the forward of module "{name}" was replaced after initialize(), but '
-            f"its weight is in tiles, which compute only torch's own forward. Replace it before "
-            f'initialize(), or leave the module out of "tiling.modules"'
+            f"its weight is in tiles, which compute only torch's own forward. Replace the "
+            f'forward before initialize(), or leave the module out of "tiling.modules"'
         )
     return own(inner, *args, **kwargs)
 

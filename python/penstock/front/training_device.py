@@ -43,8 +43,8 @@ def resolved(device: DeviceLike, call: str) -> torch.device:
     if index >= count:
         raise ConfigError(
             f'[front::{call}] device is "{wanted}", but this process has {count} of them. Pass '
-            f'"{wanted.type}:0" to "{wanted.type}:{count - 1}", or "{wanted.type}" for the one of '
-            f"this rank"
+            f'"{wanted.type}:0" to "{wanted.type}:{count - 1}", or "{wanted.type}" for this '
+            f"rank's device"
         )
     return torch.device(wanted.type, index)
 

@@ -164,7 +164,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     group.add(
         "--elastic-training",
         action="store_true",
-        help="nodes may join and leave; restarts up to 100 times, or --max-restarts",
+        help="nodes may join and leave; restarts up to 100 times, or --max-restarts times",
     )
     group.add("--min-elastic-nodes", type=int, default=-1, metavar="N", help="default 1")
     group.add("--max-elastic-nodes", type=int, default=-1, metavar="N", help="default all")
@@ -264,7 +264,7 @@ def add_options(parser: argparse.ArgumentParser, prog: str) -> None:
     _add_launcher(parser)
     _add_ranks(parser, prog)
     _add_messages(parser, prog)
-    # The launcher sets it on other nodes.
+    # The launcher passes this option on other nodes.
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(export_prefixes=PREFIXES)
     parser.add_argument("script", metavar="SCRIPT")

@@ -60,10 +60,10 @@ class Settings:
         names = {field.name for field in dataclasses.fields(Settings)}
         unknown = sorted(set(section) - names - set(_NO_EFFECT))
         if unknown:
-            raise ConfigError(f'[launch::autotuning] no key "autotuning.{unknown[0]}"')
+            raise ConfigError(f'[launch::autotuning] there is no key "autotuning.{unknown[0]}"')
         idle = sorted(set(section) & set(_NO_EFFECT))
         if idle:
-            LOG.warning(f'no effect in "autotuning": {", ".join(idle)}')
+            LOG.warning(f'these keys of "autotuning" have no effect: {", ".join(idle)}')
         made = Settings(**{key: one for key, one in section.items() if key in names})
         if made.metric not in ("throughput", "latency"):
             raise ConfigError(
@@ -164,7 +164,7 @@ class Tuner:
                   if one["fits"] and one["strategy"] in _STAGES and one["gradients"] == "none"
                   and {one["optimizer"], one["params"]} <= {"none", "host"}]  # fmt: skip
         if not usable:
-            LOG.warning("the planner knows nothing of this model: stages 0 to 3 are run")
+            LOG.warning("the planner has no prediction for this model: stages 0 to 3 are run")
             usable = [{"strategy": name, "optimizer": "none", "params": "none"} for name in _STAGES]
         usable.sort(key=lambda one: one.get("seconds", 0.0))
         for one in usable[: _BEST if "seconds" in usable[0] else None]:

@@ -113,7 +113,7 @@ def _task_env(job: Job, **beside: str) -> dict[str, str]:
 
 
 def _with_env(env: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """Puts `env` and the variables that differ from this process's before the command."""
+    """Prefixes the command with `env` and the variables that differ from this process's."""
     new = [f"{k}={v}" for k, v in sorted(env.items()) if os.environ.get(k) != v]
     return ["env", *new, *words] if new else list(words)
 
@@ -185,7 +185,7 @@ def mvapich(job: Job) -> list[list[str]]:
 def slurm(job: Job) -> list[list[str]]:
     """Returns srun, which uses the current allocation or requests one.
 
-    Slurm chooses nodes that have no name. An empty `job.nodes` means all nodes of the allocation.
+    Slurm itself chooses the unnamed nodes. An empty `job.nodes` means all nodes of the allocation.
     """
     _whole_slots(job, "slurm")
     env = _task_env(job)

@@ -55,7 +55,7 @@ def _without_effect(args: argparse.Namespace, names: Sequence[str], why: str) ->
     if given and not args.as_deepspeed:
         raise ValueError(f"[launch::command] {given} has no effect {why}: drop it")
     if given:
-        LOG.warning(f"no effect {why}: {given}")
+        LOG.warning(f"{given} has no effect {why}")
 
 
 def _trace_variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, str]:
@@ -268,7 +268,7 @@ def _job(args: argparse.Namespace, nodes: Sequence[Node], launcher: str) -> Job:
     words = shlex.split(args.launcher_args)
     env = carried(os.environ, args.export_prefixes)
     for path in default_env_files(os.environ):
-        LOG.info(f"variables of {path}")
+        LOG.info(f"variables are read from {path}")
         env |= read_env_file(path)
     return Job(
         command=[args.script, *args.args],
@@ -293,7 +293,7 @@ def _run_job(args: argparse.Namespace, nodes: Sequence[Node], launcher: str) -> 
     if per_node and not args.no_ssh_check and not args.dry_run:
         check_ssh(job)
     host = args.master_addr
-    if not host and launcher != "slurm":  # Slurm's tasks find it themselves
+    if not host and launcher != "slurm":  # Slurm's tasks find the host themselves
         host = nodes[0].name.rpartition("@")[2] if args.dry_run else master_address(job)
     job = dataclasses.replace(
         job, endpoint=f"{host}:{args.master_port or DEFAULT_PORT}" if host else ""
@@ -301,7 +301,7 @@ def _run_job(args: argparse.Namespace, nodes: Sequence[Node], launcher: str) -> 
     if args.dry_run:
         return _print(BACKENDS[launcher].vectors(job))
     told = ", ".join(f"{node.name}: {len(node.slots)}" for node in nodes if node.name)
-    LOG.info(f"{job.world_size or 'all'} ranks by {launcher}" + (f" on {told}" if told else ""))
+    LOG.info(f"{launcher} starts {job.world_size or 'all'} ranks" + (f" on {told}" if told else ""))
     return run_job(job, launcher, Patience(args.grace_s, num_lost=lost))
 
 

@@ -25,7 +25,7 @@ _MONITOR_S = 0.2  # interval at which the agent checks the ranks
 def launch_elastic(options: LaunchOptions) -> int:
     """Runs this node's ranks. Returns 0, or a failed rank's exit code when no restart is left.
 
-    A signal to the agent returns 128 + signal. Raises ValueError if a log folder is given.
+    After a signal to the agent, returns 128 + signal. Raises ValueError if a log folder is given.
     """
     if options.rank.log_dir:
         raise ValueError(

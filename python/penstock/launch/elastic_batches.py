@@ -1,5 +1,6 @@
-"""Computes the batch size of a DeepSpeed config's section "elasticity": the one that fits the most
-numbers of devices, at most `max_train_batch_size`, with a micro-batch size from a list."""
+"""Computes the batch size of a DeepSpeed config's section "elasticity": of the sizes up to
+`max_train_batch_size`, the one that fits the most numbers of devices with a micro-batch size from a
+list."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _MOST_DIVISORS = (
 
 
 class ElasticityError(ConfigError):  # type: ignore[misc]
-    """The base of the errors of this package."""
+    """The base class of this module's errors."""
 
 
 class ElasticityConfigError(ElasticityError):

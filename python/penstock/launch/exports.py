@@ -45,7 +45,7 @@ def read_env_file(path: str) -> dict[str, str]:
 def default_env_files(environ: Mapping[str, str]) -> list[str]:
     """Returns the existing `.deepspeed_env` files of the home and of the working directory.
 
-    DS_ENV_FILE sets another file name, or one path.
+    DS_ENV_FILE replaces that name, or is the path of one file.
     """
     name = environ.get("DS_ENV_FILE") or ".deepspeed_env"
     found = [os.path.join(folder, name) for folder in (os.path.expanduser("~"), os.getcwd())]

@@ -22,8 +22,8 @@ class Node:
 
 
 def parse_number(text: str) -> int | None:
-    """Returns the number that `text` spells in decimal digits; None if it spells none, or one above
-    LARGEST."""
+    """Returns the number that `text` spells in decimal digits; None if there is none, or it is
+    above LARGEST."""
     digits = text.lstrip("0") or text[-1:]
     if not text.isdecimal() or len(digits) > len(str(LARGEST)) or int(digits) > LARGEST:
         return None

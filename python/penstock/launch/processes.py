@@ -72,8 +72,8 @@ def first_stdout(num_tasks: int) -> str:
     """Returns Task.stdout for the first task; the other tasks use "stderr".
 
     The first task inherits the launcher's stdout. If the launcher's stdout and stderr are the same
-    terminal or file, its output is copied in whole lines instead, so that lines of different tasks
-    do not mix.
+    terminal or file, the task's output is copied in whole lines instead, so that lines of
+    different tasks do not mix.
     """
     return "stdout" if num_tasks > 1 and _is_one_file(1, 2) else "inherit"
 

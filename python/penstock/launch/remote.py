@@ -26,9 +26,9 @@ _OF_THE_LAUNCHER = 255  # ssh's own exit code
 _TASK_OF_SRUN = re.compile(
     r"^srun: error: [^:]+: tasks? [^:]+: (?:Exited with exit code (?P<code>\d+)|(?P<signal>[^(]+))"
 )
-# pdsh, mpirun and srun end their ranks on SIGTERM but not when they are killed, and mpirun does not
+# pdsh, mpirun and srun end their ranks on SIGTERM but not when they are killed, and mpirun fails to
 # if a second SIGTERM follows soon. When the launcher dies, the kernel sends one death signal per
-# launcher thread. This guard process runs in between: it passes on only the first SIGTERM, and its
+# launcher thread. This guard process runs in between. It passes on only the first SIGTERM, and its
 # own death sends one SIGTERM.
 _GUARD = """
 import ctypes, os, signal, subprocess, sys
@@ -80,7 +80,7 @@ def _probe(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def check_ssh(job: Job) -> None:
-    """Raises RuntimeError with all nodes that ssh cannot log in to without a password."""
+    """Raises RuntimeError, which names all nodes that ssh cannot log in to without a password."""
     names = [node.name for node in job.nodes]
     problems: list[str] = []
     for start in range(0, len(names), FAN_OUT):
@@ -107,8 +107,8 @@ def _is_known(host: str, *, alone: bool) -> bool:
 def master_address(job: Job) -> str:
     """Returns an address of the first node that the other nodes can use.
 
-    This is its name. If only ssh knows the name, or if it is a loopback address, it is the first
-    address that `hostname -I` prints there. Raises RuntimeError if that prints none.
+    This is the node's name. If only ssh knows that name, or it is a loopback address, the result is
+    the first address that `hostname -I` prints there. Raises RuntimeError if that prints none.
     """
     name = job.nodes[0].name
     host = name.rpartition("@")[2]
@@ -185,7 +185,7 @@ def run_job(job: Job, launcher: str, patience: Patience) -> int:
         LOG.debug(shlex.join(vector))
     events: Events = queue.SimpleQueue()
     children: list[Child] = []
-    # A node needs its own waiting time to end, and then time to report.
+    # A node may take all of its own time limit to end its ranks, and then needs time to report.
     patience = dataclasses.replace(patience, kill_s=patience.stop_s + _REPORT_S)
     with signals_to(events):
         try:

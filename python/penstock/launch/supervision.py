@@ -149,7 +149,7 @@ def report(failed: Child) -> int:
 def stop_on_end_of_stdin() -> None:
     """Sends SIGTERM to this process when its stdin ends.
 
-    The remote launcher that started it has then closed the connection or has died.
+    The remote launcher that started this process has then closed the connection or has died.
     """
 
     def wait() -> None:

@@ -1,6 +1,6 @@
 """The logger of collectives that scripts call through deepspeed.comm.
 
-The engine's own exchanges are not among them; `penstock status` shows these.
+The engine's own exchanges are not among them; `penstock status` shows those.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _print_first(text: str) -> None:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Returns the mean without that share of the values at both ends; 0 without data."""
+    """Returns the mean without that share of the values at each end; 0 without data."""
     if not 0.0 <= trim_percent <= 1.0:
         raise ConfigError(
             f"[deepspeed::trim_mean] trim_percent is {trim_percent}; allowed: a fraction from 0 "
@@ -193,12 +193,12 @@ def _print_table(columns: Sequence[str], records: dict[str, dict[int, dict[str, 
 def _bytes_of(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(_bytes_of(one) for one in value)
-    value = getattr(value, "tensor", value)  # of a P2POp
+    value = getattr(value, "tensor", value)  # the tensor of a P2POp
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def timed(logger: CommsLogger, function: Callable[..., Any], sent: int = 0) -> Callable[..., Any]:
-    """Returns the function with a record of each call, as the logger's settings say.
+    """Wraps the function, so that its calls are recorded as the logger's settings say.
 
     Args:
         sent: position of the argument that is sent.

@@ -86,7 +86,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch excludes the mode from compiled code, for which it imports its compiler."""
+        """Whether torch excludes the mode from compiled code. Doing so imports torch's compiler."""
         return False
 
     @property

@@ -24,7 +24,7 @@ def batch_size(given: Any) -> tuple[int, int]:
     """Returns the numbers of samples and tokens in a model's inputs.
 
     Samples are the rows of the first tensor. Tokens are the elements of the first 2-D integer
-    tensor; `input_ids` precedes other names. A number is 0 if there is no such tensor.
+    tensor; `input_ids` has precedence over other names. A number is 0 if there is no such tensor.
     """
     tensors = [value for _, value in sorted(_tensors(given), key=lambda one: one[0] != "input_ids")]
     if not tensors:
@@ -112,7 +112,7 @@ class Monitored:
 
         Args:
             path: the file. Rank 0 writes it, or the calling rank if `steps` is None.
-            steps: the number of next steps to trace. All ranks must make this call; the file has
+            steps: the number of next steps to trace. All ranks must make this call; the file shows
                 all ranks and is written when the last of these steps ends. None: writes this rank's
                 last steps at once; give each calling rank its own path.
             profiler: runs torch's profiler over these steps on each rank. Its operators (and its
@@ -171,7 +171,7 @@ class Monitored:
             yield
         told.set_work([float(counter.by_unit[unit]) for unit in range(len(self._core.units))])
         mesh = self.config.mesh
-        copies = int(mesh.tensor * mesh.sequence)  # these ranks share the same samples
+        copies = int(mesh.tensor * mesh.sequence)  # number of ranks that share samples
         # A backward has twice the FLOPs of a forward: arXiv:2001.08361, section 2.1.
         self._core.metrics.set_flops(3.0 * counter.total / samples * copies, self._peak)
 

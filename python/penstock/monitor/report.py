@@ -90,7 +90,7 @@ _CHARTS: tuple[tuple[str, str, str | Callable[[dict[str, Any]], float | None], A
     ),
     (
         "disk_gb_per_s",
-        "Disk while it worked, GB a second",
+        "GB a second while the disk worked",
         lambda row: row.get("disk_gb_per_s"),
         svg.number,
         True,

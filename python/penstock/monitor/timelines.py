@@ -26,7 +26,7 @@ class _Process:
 
 
 def _file_of(path: str) -> str:
-    """Returns the trace file for the next engine; the environment gives a path for the first."""
+    """Returns the next engine's trace file: `path` for the first engine, then with a number."""
     _Process.named += 1
     whole = pathlib.Path(path).absolute()
     if _Process.named == 1:
@@ -224,7 +224,7 @@ def trace(
     if steps is None:
         raise ConfigError(
             "[front::trace] steps is None, and no engine is open, so there are no last steps to "
-            "write: give steps, or call it after initialize()"
+            "write: give steps, or call trace() after initialize()"
         )
     if steps < 1:
         raise ConfigError(f"[front::trace] steps is {steps}; allowed: 1 or more")

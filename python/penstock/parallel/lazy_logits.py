@@ -1,8 +1,8 @@
 """Lazy logits: computed when an op needs them, and never in full for a cross-entropy.
 
-The head returns a LazyLogits if `tiling.loss_tokens` or `parallel.cut_logits` is set. It has the
-shape and dtype of the logits, and holds their input: hidden states, or this rank's part of the
-classes. Ops that only rearrange tokens or widen the dtype run on that input.
+The head returns a LazyLogits if `tiling.loss_tokens` or `parallel.cut_logits` is set. A LazyLogits
+has the shape and dtype of the logits, and holds their input: hidden states, or this rank's part of
+the classes. Ops that only rearrange tokens or widen the dtype run on that input.
 `torch.nn.functional.cross_entropy` on class indices runs chunk by chunk, or on the parts. Any other
 op first computes the full logits.
 """
@@ -40,7 +40,7 @@ class Head(Protocol):
     ) -> torch.Tensor | None:
         """Returns the loss of hidden [tokens, ...] and target [tokens] int64.
 
-        The shape is [], or [tokens] without a reduction. None: it needs the full logits.
+        The shape is [], or [tokens] without a reduction. Returns None if it needs the full logits.
         """
 
 
@@ -215,7 +215,7 @@ _Lazy = LazyLogits | None  # None: the op needs the full logits
 
 
 def _rearranged(func: Any) -> Callable[..., _Lazy]:
-    """Handles ops that keep the order of elements. If the last dim stays, rows stay rows."""
+    """Handles ops that keep the order of elements, if they also keep the last dim (the classes)."""
 
     def handle(logits: LazyLogits, *args: Any, **kwargs: Any) -> _Lazy:
         classes = logits.head.num_classes

@@ -159,7 +159,7 @@ def rules_for(model: torch.nn.Module, tensor: int) -> Rules:
 
 
 def with_tokens(model: torch.nn.Module, rules: Rules) -> Rules:
-    """Returns the rules with those that cut tokens between layers.
+    """Returns the rules plus those that cut tokens between layers.
 
     Raises ConfigError if TOKENS has no rules for the model.
     """

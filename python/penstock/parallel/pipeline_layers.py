@@ -80,7 +80,7 @@ class TiedLayer(nn.Module):
 
 
 def balanced(weights: Sequence[float], may_begin: Sequence[bool], num_parts: int) -> list[int]:
-    """Cuts items into runs of about equal weight: the sum of the squared weights is least.
+    """Cuts items into runs of about equal weight: the sum of the runs' squared weights is minimal.
 
     Args:
         weights: the weight of each item.
@@ -224,8 +224,8 @@ class PipelineLayers(nn.Module):
         layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
         num_stages: number of stages.
         partition_method: the number that is balanced over stages: trainable "parameters", layers
-            ("uniform"), or layers whose class or function name matches "type:REGEX" (upper and
-            lower case are equal).
+            ("uniform"), or layers whose class or function name matches "type:REGEX" (case is
+            ignored).
 
     Attributes:
         parts: num_stages + 1 bounds of the stages' layers.

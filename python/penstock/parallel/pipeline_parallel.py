@@ -175,14 +175,14 @@ class PipelineParallel:
         if handed == (stage == self.last) or not running.begun:
             raise RuntimeFault(
                 f"[front::train_batch] the model's forward ended in stage {stage} of "
-                f"{self.last + 1} without calling a module of the next stage. Stages begin: "
-                f"{self._text()}"
+                f"{self.last + 1} without calling a module of the next stage. First "
+                f"module of each stage: {self._text()}"
             )
         return outputs, running.leaves
 
     def until_its_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `forward` until it calls a module of a later stage. Then returns that module's
-        arguments as `Handed`, else the outputs."""
+        """Runs `forward` until it calls a module of a later stage, and returns that module's
+        arguments as `Handed`. Returns the outputs if `forward` ends first."""
         try:
             return forward(*args, **kwargs)
         except _StageEnd as end:
@@ -195,7 +195,7 @@ class PipelineParallel:
             self.ranks.set_buffers(list(self._buffers()))
 
     def bring_buffers(self) -> None:
-        """Copies every buffer from the stage that computes with it to all ranks. All ranks call."""
+        """Copies every buffer from the stage that uses it to all ranks. All ranks call it."""
         if self.active:
             self.set_buffers()
             self.ranks.bring_buffers()
@@ -239,7 +239,7 @@ class PipelineParallel:
         first: dict[int, str] = {}
         for name, stage in self.ranks.pieces:
             first.setdefault(stage, name)
-        return ", ".join(f'{stage} from "{name}"' for stage, name in first.items())
+        return ", ".join(f'{stage}: "{name}"' for stage, name in first.items())
 
     # ---- modules
 
@@ -254,8 +254,8 @@ class PipelineParallel:
             if running is None:
                 raise RuntimeFault(
                     f"[front::forward] this rank has a part of the model (mesh.pipeline), and "
-                    f'"{name}" belongs to stage {stage}. Call engine.train_batch() or '
-                    f"eval_batch(), which run all stages, not the model itself"
+                    f'"{name}" belongs to stage {stage}. Do not call the model itself, but '
+                    f"engine.train_batch() or eval_batch(), which run all stages"
                 )
             if stage > running.stage:
                 raise _StageEnd(name, (args, kwargs))
@@ -266,7 +266,7 @@ class PipelineParallel:
                 raise RuntimeFault(
                     f'[front::train_batch] "{name}" of stage {stage} is called after stage '
                     f"{running.stage} has begun, but stages must run in order. Move the stage "
-                    f'boundaries ("parallel.stages"). Stages begin: {self._text()}'
+                    f'boundaries ("parallel.stages"). First module of each stage: {self._text()}'
                 )
             return self._stand_in(module, name, inner, (args, kwargs))
 
@@ -334,8 +334,8 @@ class PipelineParallel:
         return Handed(json.dumps(told).encode(), [one for one in tensors])
 
     def _take(self, running: _Running, name: str, given: Any) -> None:
-        """Sets the values of the arguments of the stage's first module, which the previous stage
-        sent. Raises RuntimeFault if the previous stage ended at another module."""
+        """Gives the arguments of the stage's first module the values that the previous stage sent.
+        Raises RuntimeFault if the previous stage ended at another module."""
         assert running.given is not None
         told = json.loads(running.given.text)
         tensors, left = module_tree.take_out(given)
@@ -350,7 +350,7 @@ class PipelineParallel:
         for one, value, has_gradient in zip(
             tensors, running.given.tensors, told["grads"], strict=True
         ):
-            # Without a stand-in the tensor was computed from the batch on this rank, too.
+            # A tensor that is not a stand-in was also computed on this rank, from the batch.
             if not isinstance(one, Absent) or not is_absent(one):
                 running.leaves.append(None)
                 continue

@@ -1,4 +1,4 @@
-"""Runs a module a second time beside a forward, and compares two such runs over tensor ranks.
+"""Runs a module in addition to a forward, and compares two such runs over tensor ranks.
 
 A run has its own leaves in place of arguments and parameters, so that autograd's graph of the
 forward and the engine's hooks do not see it. See [Note: Checked rules] in rule_check.py.
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock.front import module_tree
 from penstock.parallel.lazy_logits import LazyLogits
 
-# Largest relative differences. Low precision hides what a rule does to scores of attention, which
+# Allowed relative differences. Low precision hides what a rule does to scores of attention, which
 # are small in a new model, so runs compute in fp32 if the module can.
 _ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _LOW = (torch.float16, torch.bfloat16)
@@ -42,7 +42,7 @@ class Results:
         outputs: the tensors that the module returned.
         inputs: leaves of its arguments by name.
         params: leaves of its parameters by name.
-        allowed: the largest relative difference.
+        allowed: the largest relative difference that is allowed.
         again: enters the run's context, for a backward that recomputes.
     """
 
@@ -433,8 +433,8 @@ def _rms(tensor: torch.Tensor) -> float:
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 0.0) -> float:
-    """Returns the root mean square of the difference over that of `theirs`; infinite if shapes or
-    infinities differ. `scale`: that of other values of this kind."""
+    """Returns the root mean square of the difference, divided by that of `theirs`; infinite if
+    shapes or infinities differ. `scale`: the root mean square of other values of this kind."""
     if ours.shape != theirs.shape:
         return math.inf
     if ours.is_complex():

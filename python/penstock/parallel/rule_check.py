@@ -1,4 +1,4 @@
-"""Checks once that modules whose layers the rules cut compute what the uncut modules compute.
+"""Checks once that a module with cut layers computes what the uncut module computes.
 
 [Note: Checked rules] A rule can be wrong without an error: a softmax over a cut dim, a norm over a
 part of the features, heads that are not divided. So before the first training forward of a module

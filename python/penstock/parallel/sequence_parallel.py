@@ -19,8 +19,8 @@ from penstock.parallel import stand_in
 from penstock.parallel.pipeline_parallel import Handed
 
 # Supported causal models by `config.model_type`. Their positions come from `position_ids`, their
-# attention is in transformers' registry, and their loss is its `loss_function`. test_sequence.py
-# trains each of them.
+# attention is in transformers' registry, and their loss is the model's `loss_function`.
+# test_sequence.py trains each of them.
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2")
 _ALONG_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
 _IGNORED = -100  # label that the loss ignores, in torch and transformers
@@ -67,7 +67,10 @@ class SequenceParallel:
                 f"is supported"
             )
         if length_dependent_rotary(config):
-            self._refuse("its rotary embedding depends on the length, and a rank has only a part")
+            self._refuse(
+                "the rotary embedding depends on the sequence length, and a rank has only a part "
+                "of the sequence"
+            )
         heads = config.num_attention_heads  # type: ignore[union-attr]
         keys = getattr(config, "num_key_value_heads", None) or heads
         own, own_keys = heads // self._tensor, max(1, keys // self._tensor)
@@ -194,8 +197,8 @@ class SequenceParallel:
         if in_backward():
             raise RuntimeFault(
                 "[front::backward] with mesh.sequence > 1 a recomputed unit needs the "
-                "attention mask of whole sequences, but it no longer exists in backward. Recompute "
-                "the unit's layers instead"
+                "attention mask of whole sequences, but the mask no longer exists in backward. "
+                "Recompute the unit's layers instead"
             )
         return self._mask if self._cut else inner(*args, **kwargs)
 

@@ -84,7 +84,7 @@ def is_absent(one: Any) -> bool:
 
 
 def is_stand_in(one: Any) -> bool:
-    """Whether it is absent, or a fake tensor with which torch computes shapes."""
+    """Whether `one` is absent, or a fake tensor with which torch computes shapes."""
     return is_absent(one) or isinstance(one, FakeTensor)
 
 

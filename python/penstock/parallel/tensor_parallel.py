@@ -197,7 +197,7 @@ class TensorParallel:
                 one.divide()
 
     def before(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Called before a forward of the model, `run(*args, **kwargs)`, which it may call.
+        """Called before the model's forward, `run(*args, **kwargs)`. This method may run it, too.
 
         Raises ConfigError if "parallel.verify" finds a rule that does not compute what the uncut
         model does.
@@ -241,7 +241,8 @@ class TensorParallel:
 class _SlowPath:
     """Makes torch's TransformerEncoderLayer call its layers in evaluation, too.
 
-    Its fast path computes with their weights directly. torch does not use it with activation 0.
+    Its fast path computes with those layers' weights directly. With activation 0 torch does not
+    use that path.
     """
 
     def __init__(self, module: torch.nn.TransformerEncoderLayer) -> None:

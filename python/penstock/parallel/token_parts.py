@@ -2,9 +2,10 @@
 and residuals are computed once, not by every rank (arXiv:2205.05198, section 4.2.2).
 
 Before the first block of a stack, the full hidden states [batch, tokens, size] are cut along their
-tokens. Modules that begin with cut weights ("gather_tokens": attention, an MLP) gather them. The
-row layers at the ends of these modules ("row_tokens") sum them and cut them again. After the last
-block they are gathered. The gathers and sums move as many bytes as the sums of full hidden states.
+tokens. Modules that begin with cut weights ("gather_tokens": attention, an MLP) gather the tokens.
+The row layers at the ends of these modules ("row_tokens") sum the states and cut them again. After
+the last block the states are gathered. The gathers and sums move as many bytes as the sums of full
+hidden states.
 """
 
 import contextlib
@@ -124,9 +125,9 @@ class TokenParts:
     @contextlib.contextmanager
     def all_tokens(self, module: torch.nn.Module, name: str, given: Any) -> Iterator[Any]:
         """In the context the module `name` computes all tokens on every rank. Yields its arguments
-        (args, kwargs), with the whole of the hidden states.
+        (args, kwargs), with the full hidden states.
 
-        A module that is not between cut tokens computes as usual. All tensor ranks call it.
+        A module that already computes all tokens computes as usual. All tensor ranks call it.
         """
         if not self._is_inside(name, self._stacks) or not self.cut:
             yield given
@@ -184,7 +185,7 @@ class TokenParts:
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
         """Called when a forward of the model begins.
 
-        Raises RuntimeFault if it should return the hidden states between layers.
+        Raises RuntimeFault if the model should return the hidden states between layers.
         """
         self._open, self._parts = True, False
         self._on = True if self._pipeline else None
@@ -286,7 +287,7 @@ def _style_of(name: str, rules: Any) -> str:
 
 
 def partial_rules(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """Returns "partial" rules for parameters in stacks with cut tokens that no rule matches.
+    """Returns "partial" rules for parameters that are in stacks with cut tokens and match no rule.
 
     On each rank they get a part of the tokens, or all tokens of a part of the heads, so each rank
     has an addend of their gradient.

@@ -13,8 +13,8 @@ namespace {
 using c10d::OpType;
 using Tensors = std::vector<at::Tensor>;
 
-// Each collective below checks its tensors on the calling thread and runs on the queue. `flat`
-// tensors keep the memory alive until then.
+// Each collective below checks its tensors on the calling thread and runs on the queue. The `flat`
+// tensors keep the memory alive until the collective has run.
 std::vector<Contiguous> flats_of(const Tensors& tensors) {
   std::vector<Contiguous> flats;
   for (const at::Tensor& tensor : tensors) flats.emplace_back(tensor);

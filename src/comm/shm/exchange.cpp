@@ -37,9 +37,9 @@ std::vector<int> peers_of(const std::vector<Piece>& pieces) {
 
 // ---- messages to a peer
 //
-// lost() is always read before the shared words. A peer may post or take a message and then end. In
-// this order, a message that it handled before its end is found first, and the loss is reported
-// only if there is none.
+// lost() is always read before the shared words. A peer may post or take a message and then end.
+// With this order, messages that the peer handled before it ended are found first, and its loss is
+// reported only after them.
 
 ShmSender::ShmSender(ShmFabric& fabric, int peer, uint32_t tag, std::vector<ShmSpan> spans)
     : fabric_(&fabric), peer_(peer), tag_(tag), from_(std::move(spans)) {
@@ -61,7 +61,7 @@ ShmSender::~ShmSender() {
 
 bool ShmSender::advance() {
   if (done_) return false;
-  const std::string lost = fabric_->lost(peer_);  // before the last look
+  const std::string lost = fabric_->lost(peer_);  // before the shared words
   const bool began = slot_ < 0 && begin();
   if (slot_ < 0) {
     if (!lost.empty()) throw std::runtime_error(lost);
@@ -169,7 +169,7 @@ ShmReceiver::~ShmReceiver() {
 
 bool ShmReceiver::meet() {
   if (met()) return true;
-  const std::string lost = fabric_->lost(peer_);  // before the last look
+  const std::string lost = fabric_->lost(peer_);  // before the shared words
   slot_ = fabric_->take(peer_, tag_);
   if (slot_ >= 0) {
     claim();
@@ -209,7 +209,7 @@ int64_t ShmReceiver::read(SpanCursor& to) {
     fabric_->copy_from(peer_, from_, to, count);
     taken_ += count;
   } else {
-    const std::string lost = fabric_->lost(peer_);  // before the last look
+    const std::string lost = fabric_->lost(peer_);  // before the shared words
     count = read_chunks(to);
     if (count == 0 && to.left() > 0 && !lost.empty()) throw std::runtime_error(lost);
   }

@@ -1,6 +1,6 @@
 #pragma once
 // ShmExchange: the data that one thread sends to and receives from peers under one tag, over a
-// ShmFabric. It moves in steps, so one thread can drive several exchanges.
+// ShmFabric. It advances in steps, so one thread can drive several exchanges.
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -56,7 +56,7 @@ class ShmReceiver {
   // Returns whether the message has been posted. Throws if the message can no longer arrive or has
   // the wrong size.
   bool meet();
-  // Copies the next bytes that have arrived to `to`, as many as fit. Returns their number.
+  // Copies to `to` the next bytes of those that have arrived, as many as fit. Returns their number.
   int64_t read(SpanCursor& to);
 
  private:
@@ -94,8 +94,8 @@ class ShmExchange {
   // Blocks until the exchange is done. Throws if a peer is lost, if the limit is reached, or after
   // the fabric's end().
   void finish(const ShmWait& wait);
-  // Copies the next bytes of the message from `peer` to `to`. The whole message must be read this
-  // way. The memory of its receive pieces is not used.
+  // Copies the next bytes of the message of `peer` into `to`. The whole message must be read this
+  // way. The memory of the message's receive pieces is not used.
   void read(int peer, SpanCursor& to, const ShmWait& wait);
 
  private:

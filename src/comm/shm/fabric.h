@@ -17,7 +17,7 @@
 
 namespace penstock::comm {
 
-// Owned by a group or a back end, which must outlive every exchange over it. Any thread.
+// Owned by a group or a back end. It must outlive every exchange over it. Any thread may use it.
 class ShmFabric {
  public:
   using Clock = std::chrono::steady_clock;
@@ -34,7 +34,7 @@ class ShmFabric {
   int size() const { return segment_->shape().size; }
   bool spans() const { return segment_->shape().spans; }
 
-  // Sets a function that is called on its own thread when a peer's process has ended. Call it
+  // Sets a function that a thread of this object calls when a peer's process has ended. Call it
   // before the first exchange.
   void on_death(std::function<void(int peer)> told);
   // Makes this rank's exchanges, including those in progress, throw `why`. Only the first call has
@@ -48,7 +48,7 @@ class ShmFabric {
   friend class ShmSender;
   friend class ShmReceiver;
 
-  static constexpr uint32_t kAll = ~0U;  // threads
+  static constexpr uint32_t kAll = ~0U;  // all threads
   static uint32_t waits_for(uint32_t tag) { return 1U << tag % 31; }
 
   // ---- messages to a peer

@@ -171,7 +171,7 @@ TEST(ShmGroup, APeerThatLeavesEndsTheOthers) {
   EXPECT_EQ(errors[2], "");
 }
 
-// One rank cannot share memory: all ranks report the same reason.
+// If one rank cannot share memory, all ranks report the same reason.
 TEST(ShmMeeting, RanksAgreeWhereOneCannot) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const std::string other = "another-host/pid:[1] 1 0 0";

@@ -28,7 +28,7 @@ class ShmMessages {
     uint32_t tag = 0;
     std::chrono::milliseconds limit{};
   };
-  // Call after the fabric's end(): messages in progress fail. Joins the thread.
+  // Call after the fabric's end(), which makes messages in progress fail. Joins the thread.
   void close();
   // Messages with one tag to one peer arrive in the order of these calls.
   void add(const c10::intrusive_ptr<ShmWork>& work, const Message& message);

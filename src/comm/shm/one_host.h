@@ -39,8 +39,8 @@ PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c
 // can no longer be used.
 //
 // If set, `unlocked` calls its argument while this thread does not hold the lock that releasing a
-// tensor needs (Python's GIL). The last owner of the back end needs it, because it waits for
-// threads that take this lock.
+// tensor needs (Python's GIL). The last owner of the back end needs `unlocked`, because the owner
+// waits for threads that take this lock.
 PENSTOCK_API c10::intrusive_ptr<c10d::Backend> one_host_back_end(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, std::string* why_not,

@@ -22,7 +22,8 @@ namespace penstock::comm {
 //   sees     whether this rank can open the other processes, and read their memory
 //   has      whether this rank has mapped the memory that rank 0 made ("segment")
 // All ranks read all answers of a round, so all draw the same conclusion. If a process ends during
-// the meeting, the ranks that notice this answer in its place, so no rank waits for the timeout.
+// the meeting, ranks that notice its end give the answer in its place, so no rank waits for the
+// timeout.
 
 namespace {
 
@@ -117,7 +118,7 @@ class Meeting {
     return texts;
   }
 
-  // Returns the first reason that a rank gives, with that rank.
+  // Returns the first rank that gives a reason, and the reason.
   static std::string objection(const std::vector<std::string>& said) {
     for (size_t rank = 0; rank < said.size(); ++rank) {
       if (said[rank].empty() || said[rank][0] != '+')

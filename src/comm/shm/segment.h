@@ -23,7 +23,7 @@ class ShmSegment {
  public:
   ShmSegment() = default;
   static ShmSegment make(const ShmShape& shape, uint64_t key);
-  // Opens a segment of that shape. Throws if there is none.
+  // Opens a segment of that shape. Throws if there is none at `address`.
   static ShmSegment open(const ShmShape& shape, const ShmAddress& address);
   ShmSegment(ShmSegment&& other) noexcept;
   ShmSegment& operator=(ShmSegment&& other) noexcept;

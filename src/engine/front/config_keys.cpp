@@ -57,7 +57,7 @@ bool is_below(const std::string& path, const std::string& key) {
   return path == key || path.starts_with(key + "/");
 }
 
-// A value of a key with a remedy that the C++ front does read.
+// Returns whether the C++ front reads this value, although it does not read the key's other values.
 bool is_read(const std::string& key, const nlohmann::json& value) {
   const std::string text = value.is_string() ? value.get<std::string>() : "";
   if (key == "/monitor/formats") return text == "jsonl" || text == "csv" || value.empty();

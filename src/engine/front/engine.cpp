@@ -115,7 +115,7 @@ ModelTree tree_of(const torch::nn::Module& model) {
   }
   for (const auto& item : model.named_modules("", /*include_self=*/true)) {
     const auto params = item.value()->named_parameters(/*recurse=*/false);
-    // Running statistics must have the dtype of the weight beside them.
+    // Running statistics must have the dtype of their module's weight.
     const bool follows = keeps_statistics(*item.value()) && params.contains("weight");
     const int weight = follows ? index_of.at(params["weight"].unsafeGetTensorImpl()) : -1;
     for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false)) {
@@ -154,7 +154,7 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
 
 Engine::~Engine() = default;
 
-// `running` is restored at the end, because a forward may call a forward of another engine's model.
+// Restores `running` at the end, because a forward may call the forward of another engine's model.
 at::Tensor Engine::Impl::run(const std::function<at::Tensor()>& forward) {
   core->unit_begin(0, at::GradMode::is_enabled());
   const engine::Running outer =

@@ -25,7 +25,8 @@ struct Engine::Impl {
   std::optional<engine::PipelineRunner> stages;                    // set if mesh.pipeline > 1
 
   OptimizerConfig settings() const;  // settings of the next step
-  // Returns the model's buffers and the random generator state `generator`, saved for `of_rank`.
+  // Returns the model's buffers, and `generator` (a random generator's state) as the tensor of rank
+  // `of_rank`.
   std::vector<CheckpointTensor> tensors(const at::Tensor& generator, int of_rank) const;
   // Runs a forward of the model or of one pipeline stage, between the root's begin and end events.
   at::Tensor run(const std::function<at::Tensor()>& forward);

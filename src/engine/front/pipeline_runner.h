@@ -1,11 +1,11 @@
 #pragma once
-// PipelineRunner: runs a pipeline's stages in the C++ front. Compute thread only.
+// PipelineRunner: runs a pipeline's stages in the C++ front. Used only by the model's thread.
 //
 // [Note: A stage's forward] Each rank runs the model's own forward for each of its stages. A unit
 // of an earlier stage returns a stand-in, a tensor of the meta device without values. In the inputs
 // of the stage's first unit, the values that the previous stage sent replace the stand-ins. The
-// first unit of the next stage ends the forward by an exception, and its inputs are sent to that
-// stage.
+// first unit of the next stage ends the forward with an exception, and that unit's inputs are sent
+// to the next stage.
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -26,8 +26,9 @@ class PipelineRunner {
 
   PipelineRunner(Core& core, const torch::nn::Module& model);
 
-  // Both methods run one window of `num_micro` micro-batches. On the rank with the last stage they
-  // return the losses, which train() detaches. On other ranks they return an empty list.
+  // Both methods run one accumulation window of `num_micro` micro-batches. On the rank with the
+  // last stage they return the losses, which train() detaches. On other ranks they return an empty
+  // list.
   std::vector<at::Tensor> train(int num_micro, const std::function<at::Tensor(int)>& loss_of,
                                 const Run& run);
   std::vector<at::Tensor> evaluate(int num_micro, const std::function<at::Tensor(int)>& loss_of,
@@ -38,7 +39,7 @@ class PipelineRunner {
   // Handles a call of such a module ([Note: A stage's forward]).
   at::Tensor call(const torch::nn::Module& module, const Tensors& inputs,
                   const std::function<at::Tensor(const Tensors&)>& forward);
-  // Names the buffers that each stage owns. Must be called before close().
+  // Passes the buffers that each stage owns to PipelineRanks. Must be called before close().
   void set_buffers();
   // [all ranks] Copies each stage's buffers to the other ranks. Must be called before a save.
   void bring_buffers();

@@ -48,7 +48,7 @@ struct ShardPart {
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
   InitStore* place = nullptr;
-  std::optional<c10::Device> device;  // on which it trains
+  std::optional<c10::Device> device;  // on which the tensor will train
   mem::Buffer own;                    // this rank's bytes, unless the values are in a file
   std::optional<FileValues> file;
 
@@ -80,7 +80,7 @@ struct ShardedInit::Impl {
     channel.emplace(*ranks, "init");
     members = {{}, ranks->rank()};
     for (int rank = 0; rank < ranks->size(); ++rank) members.ranks.push_back(rank);
-    group = std::move(ranks);  // the channel of the former group is gone
+    group = std::move(ranks);  // the channel of the old group no longer exists
   }
 
   int64_t part_bytes(const ShardPart& part) const {

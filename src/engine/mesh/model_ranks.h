@@ -1,7 +1,7 @@
 #pragma once
 // ModelRanks: the ranks that compute one model together with this rank. These are the tensor ranks
 // (with the modules that they cut), the sequence ranks, and the ranks of a pipeline (with their
-// stages). Compute thread only.
+// stages). Used only by the model's thread.
 #include <exception>
 #include <map>
 #include <memory>
@@ -37,8 +37,8 @@ class TensorAxis {
   parallel::OperatorPeers all(const std::string& name) const { return {peers_, name}; }
   // Must be called before an update of `units`. Throws RuntimeFault if a cut module was never
   // called, because code that reads its weight directly would use a part as if it were the full
-  // tensor. If several stages have a module, a stage need not call it. Such a module is an error
-  // only if its weight has a gradient.
+  // tensor. If several stages have a module, a stage need not call it. If this stage did not, that
+  // is an error only if the module's weight has a gradient.
   void check_called(const std::vector<exec::UnitState>& units) const;
 
   parallel::Replicated replicated;
@@ -49,7 +49,7 @@ class TensorAxis {
   std::map<std::string, Cut> cuts_;
   std::vector<comm::Label> labels_;       // labels of the modules' exchanges
   std::vector<std::vector<int>> params_;  // parameters of the modules
-  // Parameters whose modules were not called yet, each with one of these modules.
+  // Parameters whose modules were not called yet, each with the index of one of its modules.
   std::map<int, size_t> uncalled_;
 };
 
@@ -61,7 +61,7 @@ struct ModelRanks {
 
   void set_step(int64_t step);
   void record(const std::shared_ptr<trace::Recorder>& recorder);
-  // Returns an error text if a message between stages is in flight that no rank will receive.
+  // Returns an error text if a message between stages that no rank will receive is in flight.
   // Otherwise returns "".
   std::string cut_short() const;
   void close();

@@ -32,7 +32,7 @@ std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
     throw RuntimeFault(
         concat("[front::train_batch] the last window was not applied: only ", seen,
                " of this rank's ", state_->window->accumulate(),
-               " backwards reached a trainable parameter on some rank. Before train_batch(), call "
+               " backwards reached a trainable parameter on any rank. Before train_batch(), call "
                "step(True), which averages over those ",
                seen, ", or zero_grad()"));
   }

@@ -39,9 +39,8 @@ struct StageMessage {
   std::vector<at::Tensor> tensors;
 };
 
-// A view of a core with mesh.pipeline > 1, for the thread that runs the model. All ranks call
-// begin() and end() together. Between these calls each rank runs its actions in the order that
-// begin() returned.
+// A view of a core with mesh.pipeline > 1, for the model's thread. All ranks call begin() and end()
+// together. Between these calls each rank runs its actions in the order that begin() returned.
 class PENSTOCK_API PipelineRanks {
  public:
   // Throws ConfigError if there is only one stage.
@@ -52,9 +51,10 @@ class PENSTOCK_API PipelineRanks {
   int num_stages() const;
   const std::vector<StagePiece>& pieces() const;  // in model order
 
-  // Begins a window of `num_micro` micro-batches and returns this rank's actions in order. If
-  // `trains` is false, there are only forwards. Throws ConfigError if the schedule does not allow
-  // this number. Throws RuntimeFault if the previous window was cut short or not applied.
+  // Begins an accumulation window of `num_micro` micro-batches and returns this rank's actions in
+  // order. If `trains` is false, there are only forwards. Throws ConfigError if the schedule does
+  // not allow this number of micro-batches. Throws RuntimeFault if the previous window was cut
+  // short or not applied.
   std::vector<StageAction> begin(int num_micro, bool trains);
   // Waits for the message that `action` needs. It comes from the previous stage or, for a backward,
   // from the next stage. Throws RuntimeFault if the peer is gone.
@@ -67,11 +67,11 @@ class PENSTOCK_API PipelineRanks {
   // Waits until all messages have arrived.
   void end();
 
-  // Sets the buffers. Must be called before close() and bring_buffers(), with the same buffers on
-  // every rank.
+  // Sets the buffers that bring_buffers() copies. Must be called before bring_buffers() and
+  // close(), with the same buffers on every rank.
   void set_buffers(std::vector<StageBuffer> buffers);
-  // [all ranks] Overwrites the set buffers in place with the values of their stage. Throws
-  // RuntimeFault if the ranks set different buffers.
+  // [all ranks] Overwrites these buffers in place with the values that each buffer's stage has.
+  // Throws RuntimeFault if the ranks set different buffers.
   void bring_buffers();
 
  private:

@@ -14,9 +14,9 @@
 
 namespace penstock {
 
-// A view of a core with mesh.sequence > 1, for the thread that runs the model. All ranks of a
-// sequence make the same calls in the same order. A backward makes its own exchanges. Second
-// derivatives throw RuntimeFault.
+// A view of a core with mesh.sequence > 1, for the model's thread. All ranks of a sequence make the
+// same calls in the same order. A backward makes its own exchanges. Second derivatives throw
+// RuntimeFault.
 class PENSTOCK_API SequenceRanks {
  public:
   // Throws ConfigError if sequences are not cut.

@@ -1,11 +1,11 @@
 #pragma once
 // StageLanes: the messages between the stages of a pipeline. Separate threads send and receive
-// them, so messages travel while stages compute. Compute thread only.
+// them, so messages travel while stages compute. Used only by the model's thread.
 //
 // [Note: No deadlock] Each direction between two ranks is a lane on both sides. The lane sends or
 // receives the messages in the order in which the sender's schedule makes them. A send waits only
-// for the matching receive. A receive is posted when this rank waits for it, and one more is posted
-// ahead, so no receive waits longer than this rank itself would wait.
+// for the matching receive. This rank posts a receive when it needs the message, and one more in
+// advance, so no receive waits longer than this rank itself would wait.
 #include <deque>
 #include <map>
 #include <memory>

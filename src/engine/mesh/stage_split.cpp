@@ -34,7 +34,7 @@ class StageFinder {
   // Returns the parameters that belong directly to modules that enclose pieces.
   const std::set<int>& enclosing() const { return enclosing_; }
 
-  // Returns the number of weights that one token is multiplied with.
+  // Returns the number of weights by which one token is multiplied.
   int64_t work(size_t module) const {
     int64_t sum = 0;
     const ModuleInfo& info = tree_.modules[module];
@@ -130,7 +130,7 @@ std::vector<size_t> find_begins(const std::vector<std::string>& names,
       refuse(concat(
           "\"parallel.stages\": \"", module,
           "\" does not come after the module listed before it. List modules in model order, ",
-          "without the model's first, \"", names.front(), "\""));
+          "without the model's first module, \"", names.front(), "\""));
     }
     found.push_back(place);
   }
@@ -155,7 +155,7 @@ Stages find_stages(const ModelTree& tree, const std::vector<UnitSpec>& specs,
   std::vector<bool> may_begin;
   for (const size_t module : walker.pieces()) {
     names.push_back(tree.modules[module].name);
-    // An Embedding takes no input from the previous stage.
+    // An Embedding takes no input from a previous stage, so it cannot begin a stage.
     may_begin.push_back(tree.modules[module].type != "Embedding");
     work.push_back(walker.work(module));
   }
@@ -163,9 +163,9 @@ Stages find_stages(const ModelTree& tree, const std::vector<UnitSpec>& specs,
       begins.empty() ? balance(work, may_begin, count) : find_begins(names, begins, count);
   if (static_cast<int>(firsts.size()) + 1 < count) {
     refuse(concat("the pipeline has ", count,
-                  " stages, but the model has too few modules that can begin one. It has ",
+                  " stages, but the model has too few modules that can begin one. Its ",
                   names.size(),
-                  " (blocks, and layers of at least \"units.layer_bytes\"): ", join(names, ", ")));
+                  " blocks and layers of at least \"units.layer_bytes\" are: ", join(names, ", ")));
   }
   Stages stages;
   stages.count = count;

@@ -28,9 +28,9 @@ struct TensorModule {
   bool gathered = false;    // its input is computed from the result of gather_tokens()
 };
 
-// A view of a core with mesh.tensor > 1, for the thread that runs the model. All tensor ranks make
-// the same calls in the same order, inside the model's forward. A backward makes its own exchanges.
-// Second derivatives throw RuntimeFault.
+// A view of a core with mesh.tensor > 1, for the model's thread. All tensor ranks make the same
+// calls in the same order, inside the model's forward. A backward makes its own exchanges. Second
+// derivatives throw RuntimeFault.
 class PENSTOCK_API TensorRanks {
  public:
   // Throws ConfigError if nothing is cut.

@@ -12,7 +12,7 @@ namespace penstock::engine {
 namespace {
 
 // Points a parameter to `storage` without replacing autograd's node for its gradient. Graphs built
-// earlier therefore stay valid once the parameter is this rank's part again.
+// earlier are therefore valid again when the parameter is this rank's part again.
 void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayRef sizes) {
   at::Tensor window = at::empty({0}, param.options().requires_grad(false));
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -22,7 +22,7 @@ void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayR
 
 }  // namespace
 
-// Calls action(part, slot) for the slots of which this rank does not hold the full tensor.
+// Calls action(part, slot) for each slot whose full tensor this rank does not hold.
 template <class Action>
 void WholeParams::for_each(int unit, const Action& action) {
   for (const exec::Part& part : executor_.units()[static_cast<size_t>(unit)].parts()) {
@@ -37,8 +37,8 @@ const exec::Buffer& WholeParams::computing(const exec::Flat& flat) const {
   for (const exec::Copy& copy : flat.params) {
     if (copy.valid && copy.place == computes) return copy.buffers.front();
   }
-  throw Bug(
-      concat("[engine::WholeParams] \"", flat.slots.front().name, "\" has no copy that computes"));
+  throw Bug(concat("[engine::WholeParams] \"", flat.slots.front().name,
+                   "\" has no copy under its forward placement"));
 }
 
 // Returns a view of the slot in the copy that forward and backward use.

@@ -1,6 +1,7 @@
 #pragma once
-// WholeParams: inside gathered(), makes cut parameters and parameters of other stages full tensors
-// with their own memory. Compute thread only. Every rank makes the same calls, except hide().
+// WholeParams: inside gathered(), turns cut parameters, and parameters of other stages, into full
+// tensors with their own memory. Used only by the model's thread. Every rank makes the same calls,
+// except hide().
 #include <cstdint>
 #include <map>
 #include <string>

@@ -25,7 +25,7 @@ bool is_tile(const exec::Slot& slot, const ModelTree& tree) {
   return tree.params[slot.index].param.unsafeGetTensorImpl() != slot.param.unsafeGetTensorImpl();
 }
 
-// Whether each rank reads its values of the flat from files, which are the same on every rank.
+// Returns whether all values of the flat are in files. The result is the same on every rank.
 bool in_files(const exec::Flat& flat, const ModelTree& tree) {
   return tree.init && std::all_of(flat.slots.begin(), flat.slots.end(),
                                   [&](const auto& slot) { return tree.init->in_file(slot.param); });
@@ -175,7 +175,7 @@ void Adoption::take(const ModelTree& tree, const Config& config,
       mem::trim_heap(2 * part.flat->numel * 4);
     }
   }
-  executor_.traffic().settle();  // no plan line counts on the memory of these writes
+  executor_.traffic().settle();  // no plan line accounts for the memory of these writes
   take_buffers(tree, config);
   for (const tiles::TiledWeight& one : tiled) {
     if (tree.init && tree.init->holds(one.whole)) tree.init->drop(one.whole);
@@ -185,8 +185,8 @@ void Adoption::take(const ModelTree& tree, const Config& config,
 }
 
 // [all ranks] Returns rank 0's values of the flat, in fp32, and gives the parameters their windows.
-// If all its values are in files, there is no broadcast, and only those that this rank keeps are
-// read. A cut parameter is broadcast whole, and each rank takes its part.
+// If all values are in files, there is no broadcast, and each rank reads only the values that it
+// keeps. A cut parameter is broadcast whole, and each rank takes its part.
 at::Tensor Adoption::take_values(const exec::Part& part, const std::string& label,
                                  const ModelTree& tree) {
   exec::Flat& flat = *part.flat;
@@ -227,7 +227,7 @@ at::Tensor Adoption::cut_values(const exec::Slot& slot, const at::Tensor& initia
   return executor_.values().part_of(slot, whole);
 }
 
-// A moved or cast buffer stays the same tensor object, so that modules that share it still do.
+// A moved or cast buffer stays the same tensor object, so that modules continue to share it.
 void Adoption::take_buffers(const ModelTree& tree, const Config& config) {
   for (size_t i = 0; i < tree.buffers.size(); ++i) {
     const at::Tensor& own = tree.buffers[i].buffer;

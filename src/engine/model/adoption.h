@@ -13,18 +13,19 @@
 
 namespace penstock::engine {
 
-// Gives a parameter a new storage of `dtype` and `sizes` on `where` (default: its own device),
-// without memory.
+// Gives a parameter a new storage without memory, of `dtype` and `sizes`, on `where` (default: the
+// parameter's device).
 void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes);
 void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes, c10::Device where);
-// Makes a parameter a contiguous tensor of `sizes` on `storage`. If its sizes or its device change,
-// autograd makes a new node for its gradient.
+// Makes a parameter a contiguous tensor of `sizes` on `storage`. If the parameter's sizes or device
+// change, autograd makes a new node for the gradient.
 void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
                 at::IntArrayRef sizes);
 
 // Exists while an engine is set up, on the thread that sets it up. Executor and tiers must outlive
 // it. If commit() was not called, the destructor releases the model: parameters keep no windows
-// into memory that will be freed (reading one raises an error), and swap files are removed.
+// into memory that will be freed (reading such a parameter raises an error), and swap files are
+// removed.
 class Adoption {
  public:
   Adoption(exec::Executor& executor, mem::Tiers& tiers) : executor_(executor), tiers_(tiers) {}

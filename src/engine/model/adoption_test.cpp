@@ -85,7 +85,7 @@ TEST(Adoption, WhatIsNotCommittedLetsTheModelGo) {
   EXPECT_FALSE(rank.tiers.disk.has_value());
   try {
     rank.sum(1);
-    FAIL() << "memory that is about to go was read";
+    FAIL() << "memory that is about to be freed was read";
   } catch (const c10::Error& error) {
     EXPECT_NE(std::string(error.what()).find("\"b\""), std::string::npos);
   }

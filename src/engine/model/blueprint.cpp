@@ -259,7 +259,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   drawn.units = lay_out(
       split, drawn.specs, config, drawn.stages,
       {drawn.mesh.data(), drawn.mesh.coordinate(rank, Axis::kTensor), tensor, at, pipeline});
-  // This comes before keep_own(), because the text must be equal on all stages.
+  // The fingerprint is made before keep_own(), because it must be equal on all stages.
   drawn.print = fingerprint(drawn.units);
   if (pipeline > 1) keep_own(drawn.units, at);
   drawn.model = describe(drawn.units, drawn.specs);
@@ -276,8 +276,8 @@ void foresee(Blueprint& blueprint) {
   std::erase_if(model.forward, is_away);
   std::erase_if(model.backward, is_away);
   mark_recomputed(blueprint.config, blueprint.model);
-  // A device computes faster than it receives, so the next unit is always on its way, however large
-  // it is.
+  // A device computes faster than it receives, so the next unit is always prefetched, whatever its
+  // size.
   int64_t& ahead = blueprint.config.prefetch_bytes;
   if (ahead == 0 || is_on_host(blueprint)) return;
   for (const UnitDesc& unit : model.units) ahead = std::max(ahead, unit_bytes(unit));

@@ -18,13 +18,14 @@
 
 namespace penstock::engine {
 
-// Returns the device on which the model trains: the tree's, else that of its parameters.
+// Returns the device on which the model trains: the tree's device, else the parameters' device.
 PENSTOCK_API c10::Device device_of(const ModelTree& tree);
 // Returns a parameter's compute dtype: the first matching `dtypes` rule, else `precision`, else the
 // parameter's own dtype. Throws ConfigError if its own dtype is not float32, bfloat16 or float16.
 Dtype compute_dtype(const Config& config, const ParamInfo& param);
-// Returns a buffer's dtype under the engine. If it is a floating buffer: the first matching
-// `dtypes` rule, else the compute dtype of the parameter that it follows. Otherwise its own dtype.
+// Returns a buffer's dtype under the engine. For a floating-point buffer: the first matching
+// `dtypes` rule, else the compute dtype of the parameter that it follows. For any other buffer: its
+// own dtype.
 at::ScalarType buffer_dtype(const Config& config, const ModelTree& tree, const BufferInfo& buffer);
 
 struct Blueprint {

@@ -2,7 +2,7 @@
 // handles the state that is not a tensor (counts, loss scale, config). src/ckpt reads and writes
 // the tensors.
 //
-// [Note: A load] Rank 0 chooses the newest checkpoint whose manifest and files look whole. The
+// [Note: A load] Rank 0 chooses the newest checkpoint whose manifest and files look complete. The
 // other ranks must see the same manifest. All ranks check names and shapes before any state is
 // changed. Then they read the data. State::unloaded makes every call fail until the load has
 // finished. If any rank finds damaged data, all ranks try the next checkpoint.
@@ -151,8 +151,8 @@ std::vector<std::string> candidates(const std::string& path, const std::string& 
   return found;
 }
 
-// Returns the state to save or load. If `frozen` is false, it lacks the parameters that do not
-// train and for which `absent` holds. Parameters that do not train have flats of their own.
+// Returns the state to save or load. If `frozen` is false, leaves out the frozen parameters for
+// which `absent` returns true. Frozen parameters have flats of their own.
 std::vector<ckpt::Holding> without(std::vector<ckpt::Holding> found, bool frozen,
                                    const std::function<bool(const ckpt::Holding&)>& absent) {
   if (!frozen) {
@@ -310,7 +310,8 @@ struct Core::State::Checkpointing::Load {
     }
   }
 
-  // On rank 0: finds the first candidate that looks whole. Returns the error text if there is none.
+  // On rank 0: finds the first candidate that looks complete. Returns an error text if there is
+  // none.
   std::string look(Candidate& chosen) {
     std::vector<std::string> found;
     try {

@@ -45,8 +45,8 @@ struct Core::State::Closing {
   at::Tensor sent_across(const exec::Part& part, int unit, int index, const at::Tensor& own);
 };
 
-// Waits for all lanes; the last time, also ends their threads. Returns the error of a lane that
-// failed, or "".
+// Waits for all lanes. If `last`, also ends their threads. Returns the error of a lane that failed,
+// or "".
 std::string Core::State::Closing::drained(bool last) {
   try {
     state.executor->drain(last);
@@ -109,7 +109,7 @@ void Core::State::Closing::bring_buffers() {
   }
 }
 
-// Returns the values of a full flat, in fp32. The result is undefined if the parameters already
+// Returns the values of a full flat, in fp32. Returns an undefined tensor if the parameters already
 // have their values, or if the values cannot be gathered.
 at::Tensor Core::State::Closing::values_of(int unit, int flat) {
   const bool rests_whole = state.executor->table().rests_whole();
@@ -171,7 +171,7 @@ void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& va
   }
 }
 
-// Sends a flat that not all stages have to the other stages.
+// If only some stages have the flat, sends its values to the other stages.
 at::Tensor Core::State::Closing::sent_across(const exec::Part& part, int unit, int index,
                                              const at::Tensor& own) {
   if (!gathers || !lost.empty() || part.flat->owners.empty()) return own;
@@ -215,7 +215,7 @@ void Core::State::Closing::give_back(int unit) {
 std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
-  if (faulted) Observer{*this}.dump("close");  // of the error that ends the engine
+  if (faulted) Observer{*this}.dump("close");  // writes the last events before the error
   Observer{*this}.end();
   // A background save reads buffers that are freed below, so it must end first.
   const bool all_come = gather && why.empty() && !faulted;
@@ -245,7 +245,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   tiers.host.trim();
   model_ranks.close();
   group->close();
-  // A user may keep a closed engine. It needs no threads, and of the recorder only the last events.
+  // A user may keep a closed engine, which needs no threads and only the recorder's last events.
   closing.drained(true);
   tiers.recorder->fit();
   if (gather && !closing.lost.empty()) {

@@ -1,5 +1,6 @@
 #pragma once
-// Monitor: counts the metrics of a rank's run. Rank 0 writes them to files. Compute thread only.
+// Monitor: collects the metrics of a rank's run. Rank 0 writes them to files. Used only by the
+// model's thread.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -45,7 +46,7 @@ class Monitor {
   void drop();  // drops the counts of the window
   const exec::Counted& counted() const { return counted_; }
 
-  // Must be called when a forward of a training step begins. The first call starts the time of the
+  // Must be called when a forward of a training step begins. The first call starts the clock of the
   // first step.
   void begins();
   // Ends a step: computes its metrics from the ranks' counts and from the counters so far. `made`
@@ -53,7 +54,7 @@ class Monitor {
   void end_step(StepMetrics made, const exec::Told& all, SoFar now);
   const StepMetrics& last() const { return last_; }
   int64_t applied() const { return applied_; }  // steps applied by this run
-  // Ends the run: closes the files. Returns the requested trace that was not written.
+  // Ends the run: closes the files. Returns the requested trace if it was not written.
   std::optional<TraceWish> end();
   // Returns the tokens of the last step per rank.
   double tokens_of_rank() const { return static_cast<double>(last_.tokens) * copies_ / size_; }

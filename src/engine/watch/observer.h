@@ -17,7 +17,8 @@ struct Core::State::Observer {
     trace::Predicted lines;  // seconds of plan lines and compute, by the text of their events
   };
 
-  // [all ranks] Makes the monitor and compares the ranks' clocks. Before the first step.
+  // [all ranks] Makes the monitor and compares the ranks' clocks. Must be called before the first
+  // step.
   void begin();
   // Writes run.json. Called when the run begins, and again after step one, which fixes the plans.
   void describe();
@@ -31,9 +32,9 @@ struct Core::State::Observer {
   std::optional<Prediction> predict() const;
   // Returns the events as part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);
-  // Must be called after an error in a `call` ("forward"). Writes the last steps to a file, once
-  // per call, because a script may catch errors in a loop. Prints the path of the file to stderr
-  // once.
+  // Must be called after an error in a `call` ("forward"). Writes the last steps to a file, only
+  // once for each kind of call, because a script may catch errors in a loop. Prints the path of the
+  // file to stderr once.
   void dump(const std::string& call);
   // Ends the run. No step may follow.
   void end();

@@ -24,7 +24,7 @@ nlohmann::json number(double value) {
   return whole ? nlohmann::json(static_cast<int64_t>(value)) : nlohmann::json(value);
 }
 
-// Returns whether the file ends within a line, because a process was killed while it wrote. Leaves
+// Returns whether the file ends within a line, as after a process was killed while writing. Leaves
 // the position at the end.
 bool ends_within_a_line(std::fstream& file) {
   file.seekg(0, std::ios::end);

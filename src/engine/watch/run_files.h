@@ -1,5 +1,5 @@
 #pragma once
-// RunFiles: the files of a run, which have their own thread. Training never waits for writes: if
+// RunFiles: the files of a run, which a separate thread writes. Training never waits for writes: if
 // the queue is full, a row is dropped. A failed write is reported once on stderr.
 #include <condition_variable>
 #include <cstdint>

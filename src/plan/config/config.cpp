@@ -54,7 +54,7 @@ std::string parse_placement(const std::string& path, const std::string& text) {
   return place.text();
 }
 
-// The cells must be the cells that Table has; the planner reads them by these names (table_of()).
+// Every cell must be one that Table has; the planner reads the cells by these names (table_of()).
 void parse_table(const Json& value, Config* config) {
   static const std::map<std::string, std::vector<std::string>> kCells = {
       {"param", {"rest", "forward", "hold", "backward"}},

@@ -22,10 +22,10 @@ using config_text::lower;
 using Json = nlohmann::ordered_json;
 
 // [Note: Values of DeepSpeed's configs] DeepSpeed reads most sections with pydantic, which converts
-// values: "1e8" is not a whole number, but "100", 100.0 and true are. Such a section leaves out
-// "auto" and refuses keys that it does not have. DeepSpeed reads the top level, and the sections
+// values: "1e8" is not a whole number, but "100", 100.0 and true are. Such a section drops keys
+// with the value "auto" and refuses unknown keys. DeepSpeed reads the top level, and the sections
 // that are not pydantic models, as dicts: values stay as they are, "auto" stays text, and
-// operations on them may fail later. Each row below has the type of one key;
+// operations on values may fail later. Each row below has the type of one key;
 // tests/weekly/deepspeed_configs.py compares the table with DeepSpeed's parser.
 enum class ValueType {
   kModel,    // a section that is a pydantic model: fixed keys
@@ -465,7 +465,7 @@ class ValueReader {
       if (known != name && value != "auto" && same != given.end() && *same != "auto")
         fail_deepspeed(concat("\"", prefix, name, "\" and \"", prefix, known,
                               "\" are the same key: keep only \"", prefix, known, "\""));
-      // A dict's key with a dot is a name of its own, which DeepSpeed does not read.
+      // In a dict, a key with a dot is an ordinary name, which DeepSpeed does not read.
       const bool dotted = name.find('.') != std::string::npos;
       const ValueRow* row = dotted ? nullptr : row_of(prefix + known);
       if (row == nullptr && model && value != "auto") fail_unknown(prefix, name);
@@ -488,7 +488,7 @@ class ValueReader {
     return name;
   }
 
-  // Frameworks replace "auto" here; if it is left over, DeepSpeed's arithmetic fails.
+  // Frameworks replace "auto" here. If "auto" remains, DeepSpeed's arithmetic fails.
   static bool is_number_of_dict(const std::string& key, const ValueRow* row) {
     return (row != nullptr && (row->type == kCount || row->type == kReal)) ||
            key.starts_with("optimizer.params.") || key.starts_with("scheduler.params.");

@@ -99,7 +99,7 @@ constexpr Read kCases[] = {
     {R"({"fp16": null})", nullptr},
     {R"({"bf16": null})", "{}"},
     {R"({"zero_optimization": {"offload_param": null}})", R"({"zero_optimization": {}})"},
-    // a key with a dot is a name of its own
+    // a key with a dot is an ordinary name
     {R"({"zero_optimization.stage": 7.5})", R"({"zero_optimization.stage": 7.5})"},
 };
 

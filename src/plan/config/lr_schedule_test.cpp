@@ -7,7 +7,7 @@
 
 #include "penstock/error.h"
 
-// GCC 12 thinks that the strings of a braced Case may be destroyed unset (its bug 105562).
+// GCC 12 assumes that a braced Case may destroy its strings before they are set (GCC bug 105562).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 namespace penstock::lr_schedule_test {

@@ -22,7 +22,7 @@ struct Held {
 
 using Bytes = std::array<std::array<int64_t, kNumUses>, kNumTiers>;  // by Tier, then by Use
 
-// Raises each entry of `most` to the entry of `other`.
+// Raises each entry of `most` to at least the same entry of `other`.
 inline void raise(Bytes& most, const Bytes& other) {
   for (size_t tier = 0; tier < most.size(); ++tier) {
     for (size_t use = 0; use < most[tier].size(); ++use) {

@@ -12,8 +12,8 @@
 namespace penstock::mesh_choice_test {
 namespace {
 
-// Models of the paper's sizes (arXiv:2104.04473, table 1): 12 h^2 parameters per layer, embedding
-// and head.
+// Returns a model of the paper's size (arXiv:2104.04473, table 1), with 12 h^2 parameters per
+// layer, an embedding and a head.
 ModelDesc gpt_of(const TransformerShape& shape) {
   ModelDesc model;
   const auto add = [&](const std::string& name, int64_t numel, bool block) {
@@ -125,9 +125,9 @@ TEST(MeshChoice, HeadsAndTheNodeLimitTensorRanks) {
                ConfigError);
 }
 
-// Seconds per step from published_test.cpp's table: FLOPs of arXiv:2104.04473, equation 3, over its
-// simulated MFU. At the same rate of multiplies the proposals are faster, because reads and writes
-// between the multiplies do not count here.
+// Seconds per step from published_test.cpp's table: FLOPs of arXiv:2104.04473, equation 3, divided
+// by the simulated MFU. At the same rate of multiplications, the proposals are faster, because
+// reads and writes between the multiplications do not count here.
 struct Published {
   TransformerShape shape;
   int nodes, tensor, pipeline, virtual_stages;

@@ -196,8 +196,8 @@ class RankReplay {
     return bytes / machine_.local;
   }
 
-  // Parameter moves run on the gather lane, gradient moves before the norm on the reduce lane, all
-  // other moves on the update lane.
+  // Parameter moves run on the gather lane, gradient moves before the norm on the reduce lane, and
+  // all other moves on the update lane.
   void move(const Step& step) {
     const bool sums = step.moves.front().kind == MoveKind::kAllReduce;
     if (step.role == Role::kAct && sums) return occupy(sum_seconds(step.units[0]));
@@ -304,8 +304,9 @@ double simulated_bubble(const std::string& schedule, int num_ranks, int num_micr
                         const std::vector<StageSeconds>& stages) {
   const auto num_stages = static_cast<int>(stages.size());
   if (num_ranks < 1 || num_stages % num_ranks != 0) {
-    throw ConfigError(concat("[plan::simulated_bubble] ", num_stages, " stages on ", num_ranks,
-                             " ranks: the number of stages must be a multiple of that of ranks"));
+    throw ConfigError(
+        concat("[plan::simulated_bubble] ", num_stages, " stages on ", num_ranks,
+               " ranks: the number of stages must be a multiple of the number of ranks"));
   }
   Machine machine;
   machine.flops = 1;  // one FLOP is one second

@@ -32,8 +32,8 @@ std::vector<UnitWork> work_of(const ModelDesc& model, double tokens);
 struct Timeline {
   struct RankTime {
     double busy = 0;       // seconds of computing, including sums over tensor ranks
-    double idle = 0;       // from the start to the end of all passes
-    double most_held = 0;  // micro-batches of all units, between forward and backward
+    double idle = 0;       // seconds without computing until the end of all passes
+    double most_held = 0;  // peak of micro-batches between forward and backward, by unit size
     std::map<std::string, int64_t> sent;  // link -> bytes in a step
     std::vector<double> lines;            // seconds of each plan line alone
   };

@@ -72,7 +72,8 @@ TEST(Timeline, BubblesAndWhatIsHeld) {
   EXPECT_NEAR(one.bubble(), 9.0 / 24, 1e-9);
 }
 
-// A line takes the time of its bytes; if cores are shared, computing waits for it.
+// A line takes the time of its bytes. If lanes and computation share cores, computation waits for
+// the line.
 TEST(Timeline, SecondsOfLines) {
   const Mesh mesh = Mesh::of({{Axis::kLocal, 2}});
   ModelDesc model = blocks(2, 1);
@@ -148,7 +149,7 @@ TEST(Timeline, TransfersThatHideAndThatDoNot) {
 }
 
 // A layer on 4 tensor ranks whose first half has a sum in backward and whose second half has one in
-// forward. A sum of 200 bytes sends 2 x 3/4 of them, 3 s here.
+// forward. A sum of 200 bytes sends 2 x 3/4 of these bytes, which takes 3 s here.
 TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
   const Mesh mesh = Mesh::of({{Axis::kTensor, 4}});
   Machine machine = computing();
@@ -164,7 +165,8 @@ TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
         plan_pipeline(bf16("ddp"), model, mesh, make_schedule("1f1b", {1, 1, micro}));
     return replay(plans, bf16("ddp"), model, mesh, machine, work);
   };
-  // Forward: two of 20 / 10 + 5 / 5, and a sum. Backward: two of 40 / 10 + 15 / 5, and a sum.
+  // Forward: two units of 20 / 10 + 5 / 5 s, and a sum. Backward: two units of 40 / 10 + 15 / 5 s,
+  // and a sum.
   EXPECT_NEAR(timeline(1).passes, 2 * 3 + 3 + 2 * 7 + 3, 1e-9);
   EXPECT_NEAR(timeline(1).ranks[0].busy, 26, 1e-9);
   EXPECT_NEAR(timeline(2).passes, 2 * 26, 1e-9);

@@ -52,7 +52,7 @@ struct Case {
 
 // A100: arXiv:2104.04473, table 1; micro-batches and virtual stages from its authors' scripts
 // (Megatron-LM, examples/sc21/run_table_1.sh). V100: arXiv:1909.08053, section 5.1 (8-way: 77% of
-// the first), and "DeepSpeed: Extreme-scale model training for everyone", 2020.
+// the 1-way rate), and "DeepSpeed: Extreme-scale model training for everyone", 2020.
 const Case kCases[] = {
     {"GPT 1.7B, 32 A100", kA100, 24, 2304, 24, 2048, 1, 1, 4, 8, 16, 1, 1, 137, true},
     {"GPT 3.6B, 64 A100", kA100, 30, 3072, 32, 2048, 2, 1, 8, 4, 16, 1, 1, 138},
@@ -69,10 +69,10 @@ const Case kCases[] = {
     {"GPT 1T, 800 V100", kV100, 298, 17408, 128, 2048, 16, 50, 1, 1, 1, 2048, 1, 47},
 };
 
-// Work of a layer per token and tensor rank: `h` values of the hidden size, `c` values of the part
-// that a tensor rank has of it, `a` attention scores. Every kernel reads its inputs and writes its
-// outputs once: values of 2 bytes, dropout masks of 1. Biases, GeLU, dropout and residual are
-// fused, and so are scale, mask and softmax (arXiv:2104.04473, section 4.2).
+// Work of a layer per token and tensor rank: `h` values of the hidden size, `c` values of a tensor
+// rank's part of that size, `a` attention scores. Every kernel reads its inputs and writes its
+// outputs once. A value has 2 bytes, an element of a dropout mask 1 byte. Biases, GeLU, dropout and
+// residual are fused, and so are scale, mask and softmax (arXiv:2104.04473, section 4.2).
 struct Layer {
   double h, c, a;          // values
   double tokens, weights;  // of one tensor rank, in units of h * h
@@ -84,8 +84,8 @@ struct Layer {
         tokens(run.tokens()),
         weights(h * c) {}
 
-  // Multiplies with `squares` weight matrices of h * h each, and reads and writes of all operands.
-  // A backward has twice both.
+  // Returns the work of multiplying by `squares` weight matrices of h * h each, and of reading and
+  // writing all operands. A backward has twice as much of both.
   UnitWork::ComputePass matmul(double squares, double values) const {
     return {2 * squares * weights * tokens, kHalf * (squares * weights + values * tokens)};
   }
@@ -96,19 +96,20 @@ struct Layer {
     work.backward.memory_bytes += 2 * pass.memory_bytes;
   }
 
-  // Two layer norms; queries, keys and values; the first matrix of the MLP; GeLU.
+  // Returns the work of two layer norms, of queries, keys and values, of the first matrix of the
+  // MLP, and of GeLU.
   UnitWork columns() const {
     UnitWork work;
     add(work, matmul(3, h + 3 * c));
     add(work, matmul(4, h + 4 * c));
     work.forward.memory_bytes += tokens * (2 * 4 * h + 16 * c);
-    // Norms and their residuals; GeLU, biases, and the concatenation of the three gradients.
+    // For norms and their residuals, GeLU, biases, and the concatenation of the three gradients.
     work.backward.memory_bytes += tokens * (2 * (6 + 6) * h + (24 + 8 + 6 + 12) * c);
     work.summed_bytes = 2 * kHalf * h * tokens;  // two sums
     return work;
   }
-  // Scores, softmax, dropout, values and their transpose; two multiplies, each with dropout and
-  // residual.
+  // Returns the work of scores, softmax, dropout, values and their transpose, and of two
+  // multiplications, each with dropout and residual.
   UnitWork rows(double sequence) const {
     UnitWork work;
     add(work, {2 * 2 * sequence * c * tokens, kHalf * 2 * (2 * c + a) * tokens});
@@ -143,7 +144,8 @@ struct Gpt {
   }
 };
 
-// Embedding lookup with positions and dropout; logits, and the loss in fp32.
+// Returns the work of the embedding lookup with positions and dropout. head_of() returns the work
+// of the logits and of the loss in fp32.
 UnitWork embedding_of(const Case& run) {
   const double bytes = 12.0 * run.hidden * run.tokens();
   return {{0, bytes}, {0, bytes}, kHalf * run.hidden * run.tokens()};
@@ -265,8 +267,8 @@ TEST_P(Published, WithinFifteenPercentAndAsInTheDocs) {
 }
 INSTANTIATE_TEST_SUITE_P(Cases, Published, testing::ValuesIn(kCases));
 
-// Equation 3 against the sum over operators: two forwards, and a backward of twice a forward's
-// FLOPs.
+// Compares equation 3 with the sum over operators: two forwards, and a backward with twice the
+// FLOPs of a forward.
 TEST(PublishedCases, FlopsAreThoseOfTheUnits) {
   for (const Case& run : kCases) {
     const Gpt gpt = gpt_of(run);

@@ -18,8 +18,8 @@ namespace penstock {
 
 namespace {
 
-// Simulates the plan of one rank. [Note: Copies] explains which copies exist, [Note: Fusions] which
-// buffers exist between passes.
+// Simulates the plan of one rank. [Note: Copies] explains which copies exist, and [Note: Fusions]
+// which buffers exist between passes.
 class Simulation : StateBytes {
  public:
   Simulation(const Table& table, const ModelDesc& model, const Mesh& mesh,
@@ -148,8 +148,8 @@ class Simulation : StateBytes {
     meter_.add(publishing_.emplace_back(Held{Tier::kDevice, Use::kBuffers, bytes}));
   }
 
-  // A late update has finished `unit` when a forward uses it, and may be anywhere behind it. So the
-  // forward takes place beside the largest bytes of the rest of the update.
+  // When a forward uses `unit`, a late update has finished it and may have reached any later unit.
+  // So the largest memory of the rest of the update is added during the forward.
   void wait_update(int unit) {
     if (!update_.late_update || updated_.empty()) return;
     const auto done = std::find_if(updated_.rbegin(), updated_.rend(),
@@ -159,7 +159,7 @@ class Simulation : StateBytes {
     continue_update();
   }
 
-  // Adds the memory that the rest of the update takes beyond the memory after it.
+  // Adds the memory that the rest of the update takes beyond the memory in use after the update.
   void continue_update() {
     Bytes most{};
     for (const auto& [unit, bytes] : updated_) raise(most, bytes);
@@ -186,16 +186,16 @@ class Simulation : StateBytes {
     free_all(extra_grads_[unit]);
   }
 
-  // The memory that a gather read is freed when its unit is used. The moves behind the begin of a
-  // unit run before that.
+  // The memory from which a gather read is freed when the unit is used. Moves that follow the begin
+  // mark of the unit run before that.
   void use(const Step& step) {
     for (const int unit : std::exchange(begun_, {})) free_all(staged_[unit]);
     if (step.mark == Mark::kBegin) begun_.push_back(step.units[0]);
     if (step.mark != Mark::kBegin) free_all(staged_[step.units[0]]);
   }
 
-  // At the end of its forward and backward, the values of a unit are compared with those at rest,
-  // which are read from disk for that, one flat after another (GatheredValues::edited).
+  // At the end of its forward and backward, the values of a unit are compared with those at rest.
+  // For this, values on disk are read one flat after another (GatheredValues::edited).
   void look_for_edits(const Step& step) {
     const Placement& rest = cell(Role::kParam, Phase::kRest);
     const bool ends = step.mark == Mark::kWhole || step.mark == Mark::kEnd;
@@ -454,15 +454,15 @@ class Simulation : StateBytes {
       staged_;              // by unit: memory that the unit's gather reads, until the unit is used
   std::vector<int> begun_;  // units that have begun and whose gather still has its memory
   std::vector<Held> writing_;                   // being written to disk
-  std::vector<std::vector<Held>> extra_grads_;  // by unit: beside the copies in grads_
+  std::vector<std::vector<Held>> extra_grads_;  // by unit: in addition to the copies in grads_
   std::vector<Held> publishing_;                // buffers of the largest publish so far
   // For a late update: (unit, peak bytes since the update before it), the bytes after the update,
-  // and what the rest of the update takes.
+  // and the memory that the rest of the update takes.
   std::vector<std::pair<int, Bytes>> updated_;
   Bytes after_{};
   std::vector<Held> updating_;
   std::vector<Held> read_;  // gradients read from disk for later updates
-  std::vector<Held> made_;  // reduced by the lane, written next
+  std::vector<Held> made_;  // gradients that the lane has reduced and writes next
   std::vector<Held> lane_;  // memory that the last gradient move still uses
 };
 

@@ -23,8 +23,8 @@ struct MemoryPeak {
 struct Ledger {
   std::array<MemoryPeak, kNumTiers> tier;  // by Tier
   int64_t in_memory = 0;                   // peak of device and host together
-  // Bytes this rank sends in one training step: phase ("forward" "backward" "update") -> link ->
-  // bytes. Links: "node" (between nodes), "local" (inside a node), "pipeline" (between stages),
+  // Bytes that this rank sends in one training step: phase ("forward" "backward" "update") -> link
+  // -> bytes. Links: "node" (between nodes), "local" (inside a node), "pipeline" (between stages),
   // "device-host", "host-disk".
   std::map<std::string, std::map<std::string, int64_t>> sent;
   int64_t exchanges = 0;  // with peers, in one training step
@@ -38,8 +38,8 @@ struct SimulatedUpdate {
 };
 
 // [Note: Steady peaks] The last chunks of an update are still being written to disk when the next
-// step begins, and a late update continues during its forward. So the peaks are those of two steps
-// in a row. A plan that is only a part of a step is simulated once. `sent` and
+// step begins, and a late update continues during that step's forward. So the peaks are those of
+// two steps in a row. A plan that is only a part of a step is simulated once. `sent` and
 // `exchanges` are of one step.
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
                 const SimulatedUpdate& update = {});

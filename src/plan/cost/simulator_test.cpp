@@ -81,8 +81,8 @@ const LedgerCase kCases[] = {
      kNothing,
      kNothing,
      "backward local 3072; backward node 6144; "},
-    // Half the world holds a copy. Sums cross nodes in halves (4096 bytes of fp32 for the large
-    // unit, received in 2048); parameters never cross nodes.
+    // Each node holds a copy. Sums cross nodes in halves (4096 bytes of fp32 for the large unit, of
+    // which 2048 are received); parameters never cross nodes.
     {"mics",
      "mics",
      {.precision = Dtype::kBf16},
@@ -91,7 +91,7 @@ const LedgerCase kCases[] = {
      kNothing,
      kNothing,
      "backward local 6144; backward node 3072; forward local 3072; "},
-    // What hpz costs: the copy inside the node (1024 of the small unit, 2048 of the large one).
+    // hpz costs the copy inside the node (1024 bytes for the small unit, 2048 for the large one).
     {"hpz",
      "hpz",
      {.precision = Dtype::kBf16},
@@ -262,8 +262,8 @@ TEST(SimulatorTest, ExchangesByHand) {
   EXPECT_EQ(simulate(plan_step(table, model, alone, 1), table, model, alone).exchanges, 0);
 }
 
-// Small shards of one collective are packed: one piece to and one from each peer, besides their
-// receive buffers.
+// Small shards of one collective are packed: one piece is sent to each peer and one is received
+// from it, in addition to the receive buffers.
 TEST(SimulatorTest, PackedBuffersByHand) {
   const Table table = preset("zero2", {.precision = Dtype::kBf16});
   const ModelDesc model = two_blocks(Dtype::kBf16);

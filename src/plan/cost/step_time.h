@@ -1,7 +1,7 @@
 #pragma once
 // Predicted time of a step on a described machine. Within a phase everything overlaps, so a phase
-// takes as long as its longest lane; phases follow one another. The result ranks choices; it is not
-// a precise time.
+// takes as long as its longest lane; phases follow one another. The result is for comparing
+// choices; it is not a precise time.
 #include <cstdint>
 #include <string>
 

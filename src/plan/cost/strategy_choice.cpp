@@ -117,14 +117,14 @@ std::vector<std::string> tiers(const std::string& configured) {
   return configured == "auto" ? kTiers : std::vector<std::string>{configured};
 }
 
-// Returns whether sums over several backwards are rounded, which no other tier does.
+// Returns whether sums over several backwards are rounded, as only gradients on the host are.
 bool rounds(const Alternative& one, const Config& config, const ModelDesc& model) {
   return one.gradients == "host" && config.batch.accumulate > 1 &&
          precision_of(model) != Dtype::kFp32;
 }
 
 // Returns the tiers of gradients to try with a config whose other tiers are set. A tier that does
-// not apply to its strategy is left out, but the configured one is always tried.
+// not apply to the config's strategy is left out, but the configured tier is always tried.
 std::vector<std::string> gradient_tiers(const Question& question, const Config& config) {
   if (question.gradients.empty()) return {config.offload.gradients};
   std::vector<std::string> applied;
@@ -142,7 +142,7 @@ std::vector<std::string> gradient_tiers(const Question& question, const Config& 
 std::string refusal_of(const Config& config, const ModelDesc& model, bool external_optimizer) {
   if (external_optimizer && config.offload.optimizer == "disk") {
     return "[plan::choice] offload.optimizer \"disk\" needs one of the engine's optimizers: an "
-           "optimizer of your own steps on state in memory, so set it to \"host\"";
+           "optimizer of your own needs its state in memory, so set it to \"host\"";
   }
   try {
     check(table_of(config, model), model, mesh_of(config),

@@ -16,8 +16,8 @@ struct Question {
   std::vector<std::string> strategies;
   bool external_optimizer = false;
   bool many = false;  // true: many questions follow, so predict_window() is used
-  // The tiers of gradients that are tried. Empty: the tier of the config, since "host" rounds sums
-  // over several backwards and "disk" reads and writes more.
+  // The tiers of gradients that are tried. Empty: only the tier of the config, since "host" rounds
+  // sums over several backwards and "disk" reads and writes more.
   std::vector<std::string> gradients{};
 };
 

@@ -23,11 +23,11 @@ constexpr int64_t kAll = 31744;
 // Without the parameters at rest; without optimizer state and reduced gradients; without all three.
 constexpr int64_t kParamsAway = kAll - 3072, kOptimAway = kAll - 18432 - 2560;
 constexpr int64_t kBothAway = kOptimAway - 3072;
-constexpr int64_t kOptimHost = 18432 + 3072;  // and the gradients for it
+constexpr int64_t kOptimHost = 18432 + 3072;  // optimizer state and gradients
 // On disk: one block's state being written, one updated, one read, and gradients of 5 blocks.
 constexpr int64_t kOptimWindow = 3 * 3072 + 5 * 512;
 
-// The smallest limit of which these bytes leave a tenth free.
+// Returns the smallest limit of which these bytes leave a tenth free.
 constexpr int64_t roomy(int64_t bytes) {
   int64_t limit = bytes;
   while (limit - limit / 10 < bytes) ++limit;
@@ -86,8 +86,8 @@ const ChoiceCase kCases[] = {
      "host none",
      R"({"optimizer": "auto"})"},
     {"the other", {.device = roomy(kAll) - 1}, "none host", R"({"params": "auto"})"},
-    {"neither: what is set", {.device = kAll - 1}, "nothing: device 1 B over", "{}"},
-    {"what rests whole stays", {.device = kAll}, "host none", R"("auto")", "zero1"},
+    {"no role is open", {.device = kAll - 1}, "nothing: device 1 B over", "{}"},
+    {"parameters that rest whole stay", {.device = kAll}, "host none", R"("auto")", "zero1"},
 };
 
 TEST(Choice, BudgetsToTiers) {
@@ -153,7 +153,7 @@ TEST(Choice, TheRefusalNamesWhatFits) {
   EXPECT_THROW(refuse(set.front(), {}, room), ConfigError);
 }
 
-// The question of an error: every tier is open.
+// Returns the question for an error's advice, in which every tier is open.
 Question open_question(const Room& room, const std::string& offload = "{}") {
   Question open = question(room, offload);
   open_all(open);
@@ -180,7 +180,7 @@ TEST(Choice, GradientsAreTriedToo) {
   // Optimizer x params x gradients; "disk" needs an optimizer that is offloaded.
   const std::vector<Alternative> all = alternatives(open_question({}), blocks());
   EXPECT_EQ(all.size(), 3u * 3u * 3u - 3u);
-  // What waits on disk fits where nothing else does.
+  // State on disk fits if nothing else does.
   const auto least = std::min_element(
       all.begin(), all.end(), [](const auto& a, const auto& b) { return a.memory < b.memory; });
   const Alternative best = alternatives(open_question({.memory = least->memory}), blocks()).front();

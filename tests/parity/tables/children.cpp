@@ -35,13 +35,13 @@ struct Child {
 Child start(int index, std::chrono::seconds timeout, const std::function<int(int)>& work) {
   std::array<int, 2> ends{};
   if (pipe2(ends.data(), O_CLOEXEC) != 0) fail("pipe2");
-  std::fflush(nullptr);  // or the child would print it again
+  std::fflush(nullptr);  // otherwise the child would print buffered text again
   const pid_t pid = fork();
   if (pid < 0) fail("fork");
   if (pid == 0) {
     dup2(ends[1], STDOUT_FILENO);
     dup2(ends[1], STDERR_FILENO);
-    // Memory that nobody wrote reads as 3e38, not as the zeros that a fresh process has.
+    // Uninitialized memory reads as 3e38 instead of the zeros of a fresh process.
     mallopt(M_PERTURB, 0x80);
     std::exit(work(index));
   }
@@ -49,7 +49,7 @@ Child start(int index, std::chrono::seconds timeout, const std::function<int(int
   return {index, pid, ends[0], Clock::now() + timeout};
 }
 
-// False at its end.
+// Returns false at the end of the output.
 bool read_some(const Child& child, std::string* output) {
   std::array<char, 4096> buffer{};
   const ssize_t got = read(child.output, buffer.data(), buffer.size());
@@ -65,11 +65,12 @@ void reap(const Child& child, Ended* ended) {
   if (WIFSIGNALED(status)) ended->signal = WTERMSIG(status);
   if (WIFEXITED(status)) {
     ended->status = WEXITSTATUS(status);
-    ended->timed_out = false;  // it was ending by itself when its time was up
+    ended->timed_out = false;  // it ended by itself just before it would have been killed
   }
 }
 
-// Waits until some child says something or ends, or is late; true for those that ended.
+// Waits until a child writes output, ends or passes its deadline. Returns true for each child that
+// ended.
 std::vector<bool> wait_for(const std::vector<Child>& running, std::vector<Ended>* ended) {
   std::vector<pollfd> watched;
   Clock::time_point first = Clock::time_point::max();

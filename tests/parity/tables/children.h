@@ -1,5 +1,5 @@
 #pragma once
-// Work that may crash or hang, each piece in a child process of its own.
+// Runs work that may crash or hang, each piece in its own child process.
 #include <chrono>
 #include <functional>
 #include <string>
@@ -8,14 +8,14 @@
 namespace penstock::tables {
 
 struct Ended {
-  int signal = 0;          // that ended it; 0 = it exited
-  int status = 0;          // of its exit
-  bool timed_out = false;  // it was killed
+  int signal = 0;          // the signal that ended the child; 0 = the child exited
+  int status = 0;          // its exit status
+  bool timed_out = false;  // the child was killed
   std::string output;      // stdout and stderr
 };
 
-// Runs work(0) to work(count - 1), `jobs` at a time, in forked children whose exit status is what
-// it returns; what became of each. The caller must have no thread but its own.
+// Runs work(0) to work(count - 1), `jobs` at a time, in forked children. The result of work() is
+// the child's exit status. Returns how each child ended. The process must have no other threads.
 std::vector<Ended> run_children(int count, int jobs, std::chrono::seconds timeout,
                                 const std::function<int(int)>& work);
 

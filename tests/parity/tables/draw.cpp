@@ -10,7 +10,7 @@ namespace penstock::tables {
 
 namespace {
 
-// SplitMix64: the same numbers with every standard library.
+// SplitMix64, which gives the same numbers with every standard library.
 class Dice {
  public:
   explicit Dice(uint64_t seed) : state_(seed) {}
@@ -48,7 +48,7 @@ const std::vector<CellName>& cell_names() {
 const std::vector<Layout> kLayouts = {Layout::kReplicated, Layout::kSharded, Layout::kPartial};
 const std::vector<Tier> kTiers = {Tier::kDevice, Tier::kHost, Tier::kDisk};
 
-// Changes cells of a preset; what ends as it was is no change.
+// Changes cells of a preset. cells() leaves out cells that are equal to the preset's in the end.
 class Changes {
  public:
   Changes(const Draw& draw, Dice& dice) : preset_(draw.table()), table_(preset_), dice_(dice) {}
@@ -62,7 +62,7 @@ class Changes {
     return changed;
   }
 
-  // Any cell: a component or two, or all of them.
+  // Changes one or two components of a random cell, or all of them.
   void blindly() {
     const CellName cell = dice_.one_of(cell_names());
     if (dice_.chance(30)) {
@@ -105,7 +105,7 @@ class Changes {
   Dtype dtype() {
     return dice_.chance(5) ? Dtype::kFp16 : dice_.chance(50) ? Dtype::kBf16 : Dtype::kFp32;
   }
-  // "RS" and the like.
+  // Draws one of the layouts in `choices`, such as "RS".
   Layouts layouts(const std::vector<const char*>& choices) {
     return Placement::parse(concat(dice_.one_of(choices), "@device:fp32")).layout;
   }
@@ -202,7 +202,7 @@ std::vector<Cell> changed_cells(const Draw& draw, Dice& dice) {
   return cells;
 }
 
-// A preset that names tiers itself is another one with cells.
+// Leaves out presets that name tiers, because another preset with changed cells equals them.
 std::vector<std::string> strategies() {
   std::vector<std::string> names = preset_names();
   std::erase_if(names, [](const std::string& name) {
@@ -211,7 +211,7 @@ std::vector<std::string> strategies() {
   return names;
 }
 
-// Within what the preset and the config allow.
+// Draws only tiers that the preset and the config allow.
 void draw_offload(Draw& draw, Dice& dice) {
   TableOptions& options = draw.options;
   if (!dice.chance(40)) return;
@@ -308,7 +308,7 @@ Draw draw(uint64_t seed) {
   draw.nodes = draw.world > 1 && dice.chance(by_node ? 85 : 50) ? 2 : 1;
   draw.options.precision = dice.chance(40) ? Dtype::kBf16 : Dtype::kFp32;
   draw_loop(draw.loop, dice);
-  draw.loop.save = seed % 2 == 1;  // of the seed, so that the dice fall as before
+  draw.loop.save = seed % 2 == 1;  // from the seed, so that the draws of older seeds stay the same
   draw.sums_as_fp32 = seed % 3 == 1;
   draw.options.accumulate = draw.loop.accumulate > 1;
   draw_offload(draw, dice);

@@ -22,17 +22,17 @@ constexpr std::chrono::seconds kPeerTimeout{20};
 
 using Deviations = std::map<std::string, double>;
 
-// Of plain torch in fp32, as tests/parity has them: gradients in relative L2, the others in the
-// largest difference.
+// Allowed deviations from plain torch in fp32, as in tests/parity: the relative L2 norm for
+// gradients, the largest difference for the others.
 const Deviations kLimits = {{"gradients", 1e-6}, {"weights", 1e-5}, {"reads", 1e-5},
                             {"own", 1e-5},       {"losses", 1e-5},  {"norms", 1e-5}};
-// With narrower numbers: as far off as twice a bf16 run of plain torch. Losses and norms are few,
-// so that run may be close by luck: a bf16 step is allowed besides.
+// With a narrower dtype, twice the deviation of a bf16 run of plain torch is allowed. There are so
+// few losses and norms that this run may be close by luck, so one bf16 rounding step is added.
 constexpr double kNarrowRatio = 2.0;
 const Deviations kSlack = {{"gradients", 1e-6}, {"weights", 1e-6},  {"reads", 1e-6},
                            {"own", 1e-6},       {"losses", 0x1p-8}, {"norms", 0x1p-8}};
 
-// The largest, and NaN above all.
+// Raises `most` to `value`. NaN counts as larger than every number.
 void raise_to(double& most, double value) {
   if (!(value <= most) && !std::isnan(most)) most = value;
 }
@@ -50,7 +50,7 @@ double largest(const Tensors& tensors) {
   return most;
 }
 
-// What only one of them has counts as it is: a parameter without a gradient has none, or zeros.
+// A missing tensor counts as zeros, because a parameter without a gradient has none or zeros.
 Tensors difference(const Tensors& ours, const Tensors& theirs) {
   Tensors apart = ours;
   for (const auto& [name, tensor] : theirs) {
@@ -104,7 +104,7 @@ std::vector<double> mean_losses(const std::vector<Trace>& traces) {
   return mean;
 }
 
-// The first rank's, but not the echo of another's.
+// Returns the error of the lowest rank; prefers errors that are not the echo of another rank's.
 std::optional<std::string> first_error(const std::vector<std::string>& errors) {
   std::optional<std::string> first;
   for (size_t rank = 0; rank < errors.size(); ++rank) {

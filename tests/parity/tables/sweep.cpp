@@ -16,7 +16,7 @@ constexpr std::chrono::seconds kTimeout{60};
 constexpr const char* kMark = "[outcome] ";
 constexpr Kind kKinds[] = {Kind::kExact, Kind::kRefused, Kind::kBroken};
 
-// A sanitizer's report from its headline on; "" without one.
+// Returns the sanitizer's report from its headline on, or "" if there is none.
 std::string sanitizer_report(const std::string& output) {
   constexpr size_t kMost = 2000;
   for (const char* headline : {"AddressSanitizer: ", "LeakSanitizer: ", "runtime error: "}) {
@@ -48,7 +48,7 @@ Outcome outcome_of(const Ended& ended) {
   for (const Kind kind : kKinds)
     if (told.substr(0, space) == kind_name(kind))
       return {kind, std::string(trim(told.substr(space + 1)))};
-  return broken("an outcome that nobody knows");
+  return broken("an unknown outcome");
 }
 
 }  // namespace

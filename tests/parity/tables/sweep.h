@@ -1,5 +1,5 @@
 #pragma once
-// Many draws, each in a process of its own, and what to say of them.
+// Runs many draws, each in its own process, and summarizes the outcomes.
 #include <map>
 #include <string>
 #include <vector>
@@ -9,11 +9,11 @@
 
 namespace penstock::tables {
 
-// Runs all of them, `jobs` at a time; their outcomes in order. The caller must have no other
-// thread.
+// Runs all draws, `jobs` at a time. Returns their outcomes, in order. The process must have no
+// other threads.
 std::vector<Outcome> sweep(const std::vector<Draw>& draws, int jobs);
 
-// What one run prints for its parent process to read.
+// Returns the line that a child prints for its parent process.
 std::string report_line(const Outcome& outcome);
 
 struct Summary {

@@ -31,9 +31,9 @@ namespace penstock::tables {
 namespace {
 
 constexpr int kDailyDraws = 60;
-// A late gradient was gathered in one dtype into a sum of another; a sum on the host was widened
-// before it had come from the device; optimizer state that rests whole was updated beyond this
-// rank's part.
+// Draws that once failed: a late gradient was gathered in one dtype into a sum of another; a sum on
+// the host was widened before it had arrived from the device; optimizer state that rests whole was
+// updated beyond this rank's part.
 constexpr uint64_t kOnceBroken[] = {238, 249, 275, 437};
 constexpr double kLeastExact = 0.4;  // a test that refuses everything proves nothing
 
@@ -55,7 +55,7 @@ std::vector<Draw> draws_of(uint64_t first, uint64_t end, bool bare) {
   return draws;
 }
 
-// What must not be, one entry each, with the command that repeats it.
+// Returns one entry for each outcome that must not occur, with the command that repeats it.
 std::vector<std::string> complaints(const std::vector<Draw>& draws,
                                     const std::vector<Outcome>& outcomes) {
   const std::string document = read_document();
@@ -151,7 +151,7 @@ TEST(Children, TellHowTheyEnded) {
   for (int i = 0; i < 3; ++i) EXPECT_EQ(ended[i].output, concat("I am ", i));
 }
 
-// So what a changed cell breaks is the cell's doing, not the loop's.
+// This shows that a failure with changed cells comes from the cells and not from the loop.
 TEST(Tables, PresetsAreExactInEveryLoop) {
   const std::vector<Draw> draws = draws_of(0, 60, /*bare=*/true);
   const std::vector<Outcome> outcomes = sweep(draws, num_jobs());

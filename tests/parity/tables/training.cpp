@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kSteps = 3;
 constexpr double kClip = 0.5;
-// Of the root and of a block that is used twice.
+// A parameter of the root, and one of a block that is used twice.
 const std::vector<std::string> kGathered = {"embed", "blocks.1.inner.weight"};
 
 torch::Tensor fp32_copy(const torch::Tensor& tensor) {
@@ -121,7 +121,7 @@ class Plain final : public Trainer {
   Tensors close() override { return values_of(*net_); }
 
  private:
-  // As engine.backward() documents: more backwards than `accumulate` add up.
+  // As engine.backward() documents, the gradients of more than `accumulate` backwards add up.
   double divisor() const { return std::min(seen_, accumulate_); }
 
   const int world_, accumulate_;
@@ -150,7 +150,7 @@ ModelTree tree_of(const ranks::NetImpl& net) {
   return tree;
 }
 
-// Drives the core as a front does: the C++ front has no call for half of what loops do here.
+// Drives the core as a front does, because the C++ front has no calls for half of these loops.
 class OnEngine final : public Trainer {
  public:
   OnEngine(const Draw& draw, std::shared_ptr<ranks::NetImpl> net,
@@ -200,12 +200,12 @@ class OnEngine final : public Trainer {
     if (rank_ == 0) shrink(*net_);
     values_.release(units, /*write=*/true);
   }
-  // In between a window of which nothing may be left.
+  // Between save and load, runs a window that must leave no trace.
   void save_and_load(const Loop& loop) override {
     Checkpoints checkpoints(core_);
     SaveOptions options;
     options.wait = false;
-    // So the window's update comes before what it changes is written.
+    // Delays the writes, so that the window's update changes values before they are written.
     options.starting = [] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); };
     checkpoints.save(folder_, options);
     for (int micro = 0; micro < loop.accumulate; ++micro) {
@@ -234,7 +234,7 @@ class OnEngine final : public Trainer {
 
 // Forward and backward of one micro-batch. Returns whether a step followed and was taken.
 void run_micro(const Loop& loop, Trainer& trainer, int step, int micro, Trace* trace) {
-  const bool first = step == 1 && micro == 0;  // of a window that runs the agreed plan
+  const bool first = step == 1 && micro == 0;  // the first window that runs the agreed plan
   const torch::Tensor loss = trainer.forward(step, micro);
   trace->losses.push_back(loss.item<double>());
   if (first && loop.evaluate) trace->losses.push_back(trainer.evaluate(step, micro + 7));

@@ -1,5 +1,5 @@
 #pragma once
-// One training loop for plain torch and for the engine, and what it leaves to be compared.
+// One training loop for plain torch and for the engine, and the results to compare.
 #include <torch/types.h>
 
 #include <map>
@@ -18,13 +18,13 @@ using Tensors = std::map<std::string, torch::Tensor>;  // by parameter, fp32
 
 struct Trace {
   std::vector<double> losses, norms;
-  std::vector<Tensors> gradients;  // each time they were looked at, in the first window
-  std::vector<Tensors> reads;      // of gathered parameters
+  std::vector<Tensors> gradients;  // each time that the first window read them
+  std::vector<Tensors> reads;      // values of gathered parameters
   Tensors weights;                 // the masters of all parameters, at the end
   Tensors own;                     // the model's own parameters, after the engine was closed
 };
 
-// Who trains: one call for each thing that a loop may do. Used from one thread.
+// Plain torch or the engine, with one call for each thing that a loop may do. Used by one thread.
 class Trainer {
  public:
   virtual ~Trainer() = default;
@@ -41,13 +41,13 @@ class Trainer {
   virtual Tensors close() = 0;  // the model's own parameters
 };
 
-// Where that rank's model is; called on its thread before it is made.
+// Returns the device of that rank's model. Called before the model is made.
 c10::Device place_of(int rank);
 
-// All of a global batch in one process; `dtype` is what it computes in, over fp32 masters.
+// Trains on the whole global batch in one process. It computes in `dtype`, with fp32 masters.
 Trace train_plainly(const Draw& draw, Dtype dtype);
 
-// The engine's constructor; throws what it throws.
+// Makes an engine. Throws what the engine's constructor throws.
 std::unique_ptr<Trainer> start_engine(const Draw& draw, std::shared_ptr<ranks::NetImpl> net,
                                       const std::shared_ptr<Group>& group);
 Trace train(const Loop& loop, Trainer& trainer);
