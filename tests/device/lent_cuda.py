@@ -1,9 +1,11 @@
 """Lends the simulated device the name "cuda", for scripts and frameworks that know no other.
 
 In the context, torch functions that get the device "cuda" use "sim" instead, and torch.cuda answers
-for it. Tensors still say that they are on "sim". Run a script with two arguments or more:
+for it; so does "simccl" for NCCL. Tensors still say that they are on "sim". To run a script in it:
 
     penstock run --as-deepspeed --nproc 2 tests/device/lent_cuda.py SCRIPT ARGUMENTS
+
+With PENSTOCK_SIM_NAME=sim the script runs outside the context, on a machine with the device "sim".
 """
 
 from __future__ import annotations
@@ -85,21 +87,30 @@ def _module() -> dict[str, Any]:
     return found
 
 
+_init_group = torch.distributed.init_process_group
+
+
+def _group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    """Makes a group for tensors of the device alone where a script asks for NCCL's."""
+    _init_group("simccl" if backend == "nccl" else backend, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
     """In this context, "cuda" is the simulated device."""
-    with _Names(), mock.patch.multiple(torch.cuda, **_module()):
+    group = mock.patch.object(torch.distributed, "init_process_group", _group)
+    with _Names(), group, mock.patch.multiple(torch.cuda, **_module()):
         yield
 
 
 def main() -> None:
     sim.start()
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     script = next(one for one in sys.argv[1:] if one.endswith(".py"))  # behind --local_rank
     sys.argv.remove(script)
     sys.argv[0] = script
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    with lent():
+    own_name = os.environ.get("PENSTOCK_SIM_NAME") == "sim"
+    with contextlib.nullcontext() if own_name else lent():
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -50,14 +50,16 @@ def _plugin(case: dict[str, Any], stage: int | None = None) -> Any:
 def _accelerator(case: dict[str, Any]) -> Any:
     AcceleratorState._reset_state()
     GradientState._reset_state()
+    on_cpu = not torch.cuda.is_available()
     if "stage" not in case and "config" not in case:
-        return Accelerator(cpu=True, gradient_accumulation_steps=case.get("accumulate", 1))
+        return Accelerator(cpu=on_cpu, gradient_accumulation_steps=case.get("accumulate", 1))
     plugin = _plugin(case)
     plugins = (
         {"first": plugin, "second": _plugin(case, case["second"])} if "second" in case else plugin
     )
     return Accelerator(
-        deepspeed_plugin=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
+        deepspeed_plugin=plugins,
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo" if on_cpu else None)],
     )
 
 
@@ -115,6 +117,7 @@ def run(name: str, folder: pathlib.Path) -> dict[str, Any]:
         if accelerator.is_main_process:
             found["names"] = sorted(state)
             found["files"] = sorted(one.name for one in (folder / name).iterdir())
+    found["device"] = str(next(prepared[0].parameters()).device)
     if accelerator.num_processes > 1:
         found["ranks"] = accelerator.num_processes
     accelerator.free_memory()

@@ -21,3 +21,7 @@ CASES |= {
     "stage3-resumes": {"options": {"stage": 3}, "resume": "stage3", "as": "plain-resumes"},
     "stage3-bf16": {"options": {"stage": 3}, "precision": "bf16-true"},
 }
+# Lightning's own strategy, which needs a device that is called "cuda".
+ON_CUDA: dict[str, dict[str, Any]] = {
+    "as-it-is": {"strategy": "deepspeed_stage_3", "as": "plain"},
+}

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-from lightning_cases import CASES
+from lightning_cases import CASES, ON_CUDA
 from reporting import report
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,6 +27,7 @@ class Module(pl.LightningModule):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
         self.head = torch.nn.Linear(16, 4)
         self.losses: list[float] = []
+        self.device_of_step = ""
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         x, y = (one.to(self.head.weight.dtype) for one in batch)
@@ -34,6 +35,7 @@ class Module(pl.LightningModule):
             x = x + torch.tanh(layer(x))
         loss = torch.nn.functional.mse_loss(self.head(x).float(), y.float())
         self.losses.append(loss.item())
+        self.device_of_step = str(x.device)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -44,7 +46,7 @@ class Module(pl.LightningModule):
 
 def _strategy(case: dict[str, Any]) -> Any:
     if "options" not in case:
-        return "ddp"
+        return case.get("strategy", "ddp")
     return PenstockStrategy(**case["options"])
 
 
@@ -56,13 +58,12 @@ def _data() -> Any:
 
 def run(name: str, folder: pathlib.Path) -> dict[str, Any]:
     """Losses; where it saves, the files of the checkpoint and a sum of its weights."""
-    case = CASES[name]
+    case = (CASES | ON_CUDA)[name]
     torch.manual_seed(0)
     module = Module()
     place = folder / name
     saver = ModelCheckpoint(place, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     trainer = pl.Trainer(
-        accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=_strategy(case),
         precision=case.get("precision", "32-true"),
@@ -78,7 +79,7 @@ def run(name: str, folder: pathlib.Path) -> dict[str, Any]:
     resume = case.get("resume")
     path = str(folder / resume / "step=4.ckpt") if resume else None
     trainer.fit(module, _data(), ckpt_path=path, weights_only=False if resume else None)
-    found: dict[str, Any] = {"losses": module.losses}
+    found: dict[str, Any] = {"losses": module.losses, "device": module.device_of_step}
     if "save" in case and "options" in case:
         torch.distributed.barrier()
         saved = folder / name / "step=4.ckpt"

@@ -56,7 +56,7 @@ def run(case: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1 + deepspeed.comm.get_rank())
     losses, norms, rates = [], [], []
     for step in range(STEPS):
-        ids = torch.randint(0, 17, (2, 9), generator=generator)
+        ids = torch.randint(0, 17, (2, 9), generator=generator).to(engine.device)
         out = engine(ids[:, :-1]).float()
         loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
         bad = case.startswith("nan") and step == 5
@@ -90,6 +90,7 @@ def run(case: str) -> dict[str, Any]:
         "counts": counts,
         "files": sorted(names),
         "lines": [one[one.index("step=") :] for one in lines],
+        "device": str(next(model.parameters()).device),
     }
 
 

@@ -54,7 +54,7 @@ def _config(case: dict[str, Any], folder: pathlib.Path) -> dict[str, Any] | None
 def _arguments(case: dict[str, Any], folder: pathlib.Path, name: str) -> Any:
     given = {
         "output_dir": str(folder / name),
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "max_steps": 6,
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-3,
@@ -72,7 +72,7 @@ def _arguments(case: dict[str, Any], folder: pathlib.Path, name: str) -> Any:
 
 
 def _logits(model: Any) -> list[float]:
-    ids = Bytes(count=1)[0]["input_ids"][None]
+    ids = Bytes(count=1)[0]["input_ids"][None].to(model.device)
     model.eval()
     with torch.no_grad():
         return model(input_ids=ids).logits.float().flatten()[::1999].tolist()
@@ -97,6 +97,7 @@ def _after(case: dict[str, Any], trainer: Any, folder: pathlib.Path, name: str) 
     if case.get("generate"):
         ids = Bytes(count=1)[0]["input_ids"][None, :8]
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        ids = ids.to(model.device)
         found["generated"] = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
     return found
 
@@ -132,10 +133,17 @@ def run(name: str, folder: pathlib.Path) -> dict[str, Any]:
         "rates": [one["learning_rate"] for one in lines],
         "eval": trainer.evaluate()["eval_loss"],
         "best": trainer.state.best_metric,
+        "device": str(trainer.model.device),
     }
     found |= _after(case, trainer, folder, name)
     trainer.accelerator.free_memory()
     return found
+
+
+def write_models(folder: pathlib.Path) -> None:
+    """A folder with weights for each model."""
+    for name in ("gpt2", "llama", "moe"):
+        models.build(name).save_pretrained(folder / f"weights_{name}")
 
 
 def main() -> None:
@@ -143,8 +151,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     _arguments({}, folder, "none")  # makes the process group
     if int(os.environ.get("RANK", "0")) == 0:
-        for name in ("gpt2", "llama", "moe"):
-            models.build(name).save_pretrained(folder / f"weights_{name}")
+        write_models(folder)
     _meet()
     if "--deepspeed-first" in sys.argv:  # which DeepSpeed itself needs under zero.Init
         import deepspeed  # noqa: PLC0415

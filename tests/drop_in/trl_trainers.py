@@ -137,7 +137,7 @@ def _deepspeed(case: dict[str, Any]) -> dict[str, Any] | None:
 def _arguments(case: dict[str, Any], place: pathlib.Path) -> Any:
     given: dict[str, Any] = {
         "output_dir": str(place),
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "bf16": False,
         "max_steps": STEPS,
         "per_device_train_batch_size": 4,
@@ -203,6 +203,7 @@ def run(name: str, folder: pathlib.Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "losses": [one["loss"] for one in lines],
         "norms": [one.get("grad_norm") for one in lines],
+        "device": str(trainer.model.device),
     }
     for key in ("rewards/margins", "kl", "reward", "mean_token_accuracy"):
         if key in lines[0]:

@@ -1,0 +1,91 @@
+"""Scripts for DeepSpeed train on a machine's devices, without a change, as DeepSpeed on a CPU."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import drop_in_ranks
+import pytest
+
+DROP_IN = pathlib.Path(__file__).parents[1] / "drop_in"
+sys.path.append(str(DROP_IN))
+
+import record  # noqa: E402 - of that folder
+
+_OURS = {"PENSTOCK_AS_DEEPSPEED": "1"}
+_OWN_NAME = {"PENSTOCK_SIM_NAME": "sim"}
+# Script of tests/drop_in -> cases. DeepSpeed's losses on a CPU are recorded.
+LOOPS = (
+    *(f"zero{stage}-fp32" for stage in range(4)),
+    *("offload-zero2", "offload-zero3", "zero1-accumulate", "zero3-clip", "adam-l2"),
+    *("plain-backward-zero2", "schedule-WarmupLR"),
+)
+SCRIPTS = {
+    "accelerated": ("stage0", "stage1", "stage2-accumulate", "stage3-saves", "offload3"),
+    "trainers": ("zero2-llama", "zero3_offload-gpt2", "zero3-saves", "zero3-resumes"),
+}
+LIGHTNING = ("stage2-accumulate", "stage3", "offload", "as-it-is")
+
+
+def _run(script, cases, folder, env=_OURS):
+    """What the cases find on two simulated devices."""
+    given = [] if folder is None else [str(folder)]
+    return record.run(
+        sys.executable, "../device/lent_cuda.py", 2, env, [str(DROP_IN / script), *given, *cases]
+    )
+
+
+def _compare(ours, theirs, case):
+    assert "error" not in ours, (case, ours)
+    assert ours["device"] == "sim:0", case
+    for key in ("losses", "rates", "eval", "rewards/margins"):
+        if key in theirs:
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-5), (case, key)
+    for key in ("counts", "again"):
+        assert ours.get(key) == theirs.get(key), (case, key)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(record.RECORDED.read_text())
+
+
+def test_loops_on_a_device_with_its_own_name(recorded):
+    found = _run("loops.py", LOOPS, None, _OURS | _OWN_NAME)
+    for case in LOOPS:
+        _compare(found[case], recorded["loops"][case], case)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_of_frameworks(script, recorded, tmp_path):
+    found = _run(f"{script}.py", SCRIPTS[script], tmp_path)
+    for case in SCRIPTS[script]:
+        _compare(found[case], recorded[script][case], case)
+
+
+def test_lightning_modules(tmp_path):
+    plain = ["plain", "plain-accumulate"]
+    expected = record.run(sys.executable, "lightnings.py", 2, {}, [str(tmp_path), *plain])
+    found = _run("lightnings.py", LIGHTNING, tmp_path)
+    for case in LIGHTNING:
+        like = "plain-accumulate" if "accumulate" in case else "plain"
+        _compare(found[case], {"losses": expected[like]["losses"]}, case)
+
+
+def test_accelerator(device_pools):
+    assert device_pools(2).run(drop_in_ranks.accelerator) == [[], []]
+
+
+CALLS = ("chosen", "refused", "collectives", "loader")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls(call, device_pools):
+    device_pools(2).run(getattr(drop_in_ranks, call))
+
+
+@pytest.mark.parametrize(("stage", "built"), ((1, True), (3, False), (3, True)))
+def test_parameters(stage, built, device_pools):
+    device_pools(2).run(drop_in_ranks.parameters, stage, built)
