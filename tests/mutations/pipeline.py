@@ -131,7 +131,7 @@ OVER_STAGES = [
         "backwards of frozen stages are none of the window",
         "src/engine/step/accumulation_window.cpp",
         "    const bool kept = at >= gave_anywhere.size() || gave_anywhere[at] != '0';\n",
-        "    const bool kept = gave_.find('1') != std::string::npos;\n",
+        "    const bool kept = gave_anywhere.empty() || gave_.find('1') != std::string::npos;\n",
         state("frozen and zero1"),
     ),
     Mutation(

@@ -468,7 +468,7 @@ MUTATIONS = [
         "          const auto is_late = [&](const exec::Copy& copy) {\n"
         "            return copy.place == executor_.table().grad_after_backward();\n"
         "          };\n"
-        "          if (late(unit)) std::erase_if(flat.grads, is_late);\n"
+        "          if (late[unit]) std::erase_if(flat.grads, is_late);\n"
         "        }\n"
         "      }",
         RECOMPUTED,

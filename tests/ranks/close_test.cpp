@@ -34,6 +34,16 @@ void train(Engine& engine, ranks::NetImpl& net, int step, int rank, int world) {
   engine.step();
 }
 
+// Returns the error text of a read, or "".
+std::string error_of_read(const at::Tensor& values) {
+  try {
+    values.sum();
+    return "";
+  } catch (const c10::Error& error) {
+    return error.what();
+  }
+}
+
 struct End {
   const char *strategy, *how;
 };
@@ -57,8 +67,10 @@ TEST_P(Views, OutliveTheEngine) {
     if (std::string(how) != "ends") engine->close(gathers);
     engine.reset();
     if (!gathers && std::string(strategy) == "zero3") {
-      EXPECT_THROW(detached.sum(), c10::Error);
-      EXPECT_THROW(row.sum(), c10::Error);
+      for (const at::Tensor& view : {detached, row}) {
+        EXPECT_NE(error_of_read(view).find("its engine was closed without"), std::string::npos)
+            << error_of_read(view);
+      }
       return;
     }
     EXPECT_TRUE(detached.equal(expected));

@@ -386,8 +386,7 @@ struct Core::State::Checkpointing::Load {
       }
       const auto lacks = [&](const ckpt::Holding& one) {
         return std::ranges::all_of(one.flat->slots, [&](const exec::Slot& slot) {
-          return !ckpt::has_parameter(chosen.manifest, wanted,
-                                      shared.names(one.unit, slot).name);
+          return !ckpt::has_parameter(chosen.manifest, wanted, shared.names(one.unit, slot).name);
         });
       };
       target.holdings = without(ckpt::holdings(executor, rank, moments), options.frozen, lacks);

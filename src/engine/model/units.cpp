@@ -72,9 +72,10 @@ class Finder {
     for (const std::string& name : config_.modules) {
       if (found_.contains(name)) continue;
       if (name == tree_.modules.front().type) {
-        throw ConfigError(concat("[engine::find_units] units.modules: \"", name,
-                                 "\" is the class of the model itself, and no module in it has this "
-                                 "class. Name the classes of its blocks"));
+        throw ConfigError(
+            concat("[engine::find_units] units.modules: \"", name,
+                   "\" is the class of the model itself, and no module in it has this "
+                   "class. Name the classes of its blocks"));
       }
       throw ConfigError(
           concat("[engine::find_units] units.modules: the model has no module of "
