@@ -160,7 +160,7 @@ def redzones() -> None:
         assert kind == "RuntimeError" and "given to a kernel" in text, text
     sim.check_redzones()
     # What a kernel does by itself with a wrong index is seen when its block is verified.
-    for first, told in ((10, "0 bytes were written before and 4 behind a block of 40 bytes"),):
+    for first, told in ((10, "0 bytes were written before and 4 after a block of 40 bytes"),):
         sim.write_wrongly(block.data_ptr() + 4 * first)
         kind, text = raised(sim.check_redzones)
         assert kind == "RuntimeError" and told in text, text

@@ -32,7 +32,7 @@ class MemoryTest : public testing::Test {
     sim::drain();
   }
 
-  // Of fp32 values on the device, on this thread's stream.
+  // Returns a view of fp32 values on the device. Uses this thread's stream.
   at::Tensor view(device::Address at) const { return device::view(at, Dtype::kFp32, kValues); }
 
   const device::Device device_;

@@ -1,5 +1,5 @@
-// The simulated accelerator as an engine uses it from C++: c10's generic interfaces alone, no
-// Python.
+// Uses the simulated accelerator from C++ as an engine does: only through c10's generic interfaces,
+// without Python.
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -54,7 +54,7 @@ TEST_F(SimulatedTest, IsTheAccelerator) {
 TEST_F(SimulatedTest, TensorsOverPartsOfAFlatBuffer) {
   auto flat = at::zeros({64}, floats());
   auto* data = static_cast<float*>(flat.mutable_data_ptr());
-  auto found = at::from_blob(data + 16, {4, 4}, floats());  // the device is asked of the pointer
+  auto found = at::from_blob(data + 16, {4, 4}, floats());  // finds the device of the pointer
   auto told = at::for_blob(data + 32, {16}).options(floats()).target_device(kDevice).make_tensor();
   found.copy_(at::full({4, 4}, 2.0));
   told.add_(found.view({16})).mul_(3);
@@ -66,7 +66,7 @@ TEST_F(SimulatedTest, TensorsOverPartsOfAFlatBuffer) {
   EXPECT_EQ(told.view(at::kInt).view({16})[3].item<int>(), 0x40C00000);
 }
 
-// A tensor whose memory comes and goes.
+// A tensor whose memory can be freed and given back.
 class Window {
  public:
   Window(size_t bytes, at::IntArrayRef sizes) {
@@ -101,8 +101,8 @@ TEST_F(SimulatedTest, AWindowWithoutMemoryFailsOnTheDevice) {
   Window window(16, {4});
   window.tensor.fill_(1);
   EXPECT_THROW(guard_.synchronizeDevice(0), c10::AcceleratorError);
-  EXPECT_THROW(at::empty({1}, floats()), c10::AcceleratorError);  // it stays
-  EXPECT_NO_THROW(at::empty({1}, floats({kSim, 1})));             // on its device
+  EXPECT_THROW(at::empty({1}, floats()), c10::AcceleratorError);  // the error stays
+  EXPECT_NO_THROW(at::empty({1}, floats({kSim, 1})));             // on its device only
 }
 
 TEST_F(SimulatedTest, AForbiddenWindowFailsOnTheHostAtTheLaunch) {
@@ -136,7 +136,7 @@ TEST_F(SimulatedTest, EventsOrderStreamsOfSeveralThreads) {
       filled.record(first);
     }
     at::Tensor sum;
-    std::thread([&] {  // whose current stream ends with it
+    std::thread([&] {  // its current stream ends with the thread
       guard_.exchangeStream(second);
       filled.block(second);
       sum = x.sum();
@@ -145,7 +145,7 @@ TEST_F(SimulatedTest, EventsOrderStreamsOfSeveralThreads) {
     })
         .join();
     x.reset();
-    at::zeros({1000}, floats());  // would take the place of x
+    at::zeros({1000}, floats());  // would reuse the memory of x
     read.synchronize();
     EXPECT_TRUE(read.query());
     EXPECT_GE(filled.elapsedTime(read), 0);
@@ -193,7 +193,7 @@ TEST_F(SimulatedTest, PinningFails) {
   EXPECT_THROW(at::getHostAllocator(kSim)->allocate(100), c10::Error);
 }
 
-// The classic: memory is let go on the host while another stream still reads it.
+// The classic error: the host frees memory that another stream still reads.
 TEST_F(SimulatedTest, FindsAMissingRecordStream) {
   int wrong = 0;
   set_delays_us(0, 50);

@@ -76,7 +76,7 @@ def test_search_and_run(tmp_path):
     best = json.loads((results / "ds_config_optimal.json").read_text())
     assert "autotuning" not in best
     summary = (results / "summary.txt").read_text()
-    assert "of 3 experiments" in summary and 'no effect in "autotuning": fast' in done.stderr
+    assert "of 3 experiments" in summary and '"autotuning" have no effect: fast' in done.stderr
     command = (results / "cmd_optimal.txt").read_text()
     micro = best["train_micro_batch_size_per_gpu"]
     assert f"--micro {micro}" in command and f"ran 6 {micro}" in done.stdout

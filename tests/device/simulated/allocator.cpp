@@ -20,7 +20,7 @@ namespace {
 using c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr size_t kPage = 4096;
-constexpr size_t kSmall = size_t{1} << 20;  // from here on sizes are rounded to pages
+constexpr size_t kSmall = size_t{1} << 20;  // sizes from this one up are rounded to pages
 
 struct Block {
   Block(char* pointer, size_t size, c10::Stream stream)
@@ -29,10 +29,10 @@ struct Block {
   char* const pointer;
   const size_t size;  // without redzones
   const c10::Stream stream;
-  size_t asked = 0;  // by its last user
+  size_t asked = 0;  // bytes that the last user requested
   std::vector<c10::Stream> used_on;
   std::vector<MarkPointer> pending;
-  std::atomic<int> verifications{0};  // queued
+  std::atomic<int> verifications{0};  // number of queued verifications
 
   Extent extent() const { return {static_cast<char*>(shadow(pointer)), size, asked}; }
 };
@@ -42,8 +42,8 @@ size_t rounded(size_t bytes) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-// The blocks of one device. Everything takes its lock, and waits for nothing under it: what a
-// stream still does may need another thread to allocate.
+// The blocks of one device. Every method takes the pool's lock and never waits for a stream while
+// it holds the lock, because queued work may need another thread that allocates memory.
 class Pool {
  public:
   explicit Pool(int device) : device_(device) { holes_[kPage] = kArenaBytes - 2 * kPage; }
@@ -53,7 +53,7 @@ class Pool {
     const size_t size = rounded(bytes);
     const c10::Stream stream = current_stream(device_);
     Block* block = take(size, bytes, stream);
-    if (!block) {  // as CUDA: everything is given back, and another try
+    if (!block) {  // like CUDA, frees the whole cache and tries again
       give_back("allocator");
       block = take(size, bytes, stream);
     }
@@ -96,19 +96,19 @@ class Pool {
     }
   }
 
-  // Waits for the device, as cudaFree does, and gives everything that is not in use back.
+  // Waits for the device, as cudaFree does, and frees all blocks that are not in use.
   void give_back(const std::string& why) {
     synchronize_device(device_, why);
     {
       const std::lock_guard lock(mutex_);
       reap();
     }
-    drain_device(device_);  // what reap() has queued
+    drain_device(device_);  // waits for the work that reap() has queued
     const std::lock_guard lock(mutex_);
     if (why == "allocator") ++stats_.num_alloc_retries;
     for (auto& [stream, blocks] : cached_) {
       std::erase_if(blocks, [this](const auto& cached) {
-        if (cached.second->verifications > 0) return false;  // of another thread, since then
+        if (cached.second->verifications > 0) return false;  // another thread has queued one
         unmap(cached.second);
         return true;
       });
@@ -126,16 +126,15 @@ class Pool {
     }
   }
 
-  // What a kernel is given has to be in one block that is in use.
+  // A kernel's argument must lie in one block that is in use.
   void check_bounds(char* begin, size_t bytes) {
     const std::lock_guard lock(mutex_);
     auto block = live_.upper_bound(begin);
     const bool in_use = block != live_.begin() && begin < (--block)->first + block->second->asked;
-    TORCH_CHECK(in_use, "[sim] device ", device_,
-                ": memory that is not in use is given to a kernel");
+    TORCH_CHECK(in_use, "[sim] device ", device_, ": a kernel was given memory that is not in use");
     const size_t room = block->first + block->second->asked - begin;
     TORCH_CHECK(bytes <= room, "[sim] device ", device_, ": ", bytes,
-                " bytes are given to a kernel where a block ends after ", room);
+                " bytes were given to a kernel, but the block ends after ", room);
   }
 
   DeviceStats stats() {
@@ -160,7 +159,7 @@ class Pool {
   void set_limit(size_t bytes) { limit_ = bytes; }
 
  private:
-  // A cached block of this stream, or a new one; null when neither can be had.
+  // Returns a cached block of this stream or else a new one. Returns null if there is no memory.
   Block* take(size_t size, size_t bytes, c10::Stream stream) {
     const std::lock_guard lock(mutex_);
     reap();
@@ -173,15 +172,15 @@ class Pool {
       hand_out(block, bytes);
     } else if ((block = map(size, stream))) {
       block->asked = bytes;
-      poison(block->extent());  // nothing can use it yet
+      poison(block->extent());  // no stream can use it yet
     }
     if (block) live_[block->pointer] = block;
     return block;
   }
 
-  // The new user may write it at once, in the order of its stream; so that is when and where the
-  // old contents go. Not at the free: what reads it on another stream may still be ordered before
-  // the next use on this one.
+  // Overwrites the old contents on the block's stream, because the new user may write the block at
+  // once on that stream. The free does not overwrite them, because a read on another stream may
+  // still be ordered before the next use on this stream.
   static void hand_out(Block* block, size_t bytes) {
     const Extent before = block->extent();
     block->asked = bytes;
@@ -205,12 +204,12 @@ class Pool {
       ++block->verifications;
       enqueue(block->stream, [block, extent = block->extent()] {
         const std::string wrong = violation(extent);
-        if (!wrong.empty()) fence(extent);  // it is told once
+        if (!wrong.empty()) fence(extent);  // so that the violation is reported only once
         --block->verifications;
         TORCH_CHECK(wrong.empty(), wrong);
       });
       auto& blocks = cached_[block->stream.id()];
-      // Last freed is first reused: the order that finds most.
+      // The block that was freed last is reused first, because this order finds the most errors.
       blocks.emplace_hint(blocks.lower_bound(block->size), block->size, block);
     }
     deferred_.erase(first, deferred_.end());
@@ -260,7 +259,7 @@ class Pool {
   const int device_;
   std::atomic<size_t> limit_{size_t{4} << 30};
   std::mutex mutex_;
-  std::map<size_t, size_t> holes_;  // guarded by mutex_, as all below: bytes by offset
+  std::map<size_t, size_t> holes_;  // bytes by offset; mutex_ guards this and all members below
   std::map<c10::StreamId, std::multimap<size_t, Block*>> cached_;
   std::vector<Block*> deferred_;
   std::map<char*, Block*> live_;
@@ -296,7 +295,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override { pool(-1).give_back("empty_cache"); }
-  // As CUDA's: silently nothing for memory that is not this allocator's, such as a window.
+  // Like CUDA's, ignores memory of other allocators, such as a window.
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     if (data.get_deleter() != &free_block || !data.get_context()) return;
     auto* pointer = static_cast<char*>(data.get_context());

@@ -14,11 +14,11 @@ struct Ranges {
   char* pointers = map(PROT_NONE);
   char* memory = map(PROT_READ | PROT_WRITE);
 
-  // Pages that nobody touches cost nothing.
+  // Pages that are never touched take no memory.
   static char* map(int protection) {
     void* range =
         mmap(nullptr, kAllBytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TORCH_CHECK(range != MAP_FAILED, "[sim] no room for ", kAllBytes, " bytes of addresses");
+    TORCH_CHECK(range != MAP_FAILED, "[sim] cannot reserve ", kAllBytes, " bytes of addresses");
     return static_cast<char*>(range);
   }
 };

@@ -1,7 +1,7 @@
 #pragma once
-// Device memory: one range of addresses that nobody may access, which are the device pointers, and
-// beside it, at a constant distance, the memory they stand for. Only what runs on a stream goes
-// there, so the host faults on every device pointer, also while a kernel runs.
+// Device memory. A range of inaccessible addresses serves as the device pointers. The memory behind
+// them lies at a constant distance. Only work on a stream accesses that memory; the host faults if
+// it dereferences a device pointer, even while a kernel runs.
 #include <c10/core/Device.h>
 
 #include <cstddef>
@@ -13,10 +13,11 @@ constexpr size_t kArenaBytes = size_t{16} << 30;  // of addresses, on each devic
 // The first device pointer of a device.
 char* arena(int device);
 
-// The device a pointer belongs to, or -1.
+// Returns the device to which a pointer belongs, or -1.
 int device_of(const void* pointer);
 
-// What a kernel uses for a device pointer; null for null. Throws on what is none: a stray pointer.
+// Returns the address that a kernel uses for a device pointer; null for null. Throws if `pointer`
+// is not a device pointer.
 void* shadow(const void* pointer);
 
 inline c10::Device sim_device(int index) {

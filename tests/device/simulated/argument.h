@@ -1,5 +1,5 @@
 #pragma once
-// An argument of an operator, kept until its kernel runs.
+// An argument of an operator, kept until the operator's kernel runs.
 #include <ATen/core/ivalue.h>
 
 #include <functional>
@@ -10,18 +10,18 @@
 
 namespace penstock::sim {
 
-// Calls `each` for every tensor in the value, in lists too; undefined ones are left out.
+// Calls `each` for every tensor in the value, also in lists. Skips undefined tensors.
 void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& each);
 
 class Argument {
  public:
-  // Host tensors are read now: what the caller does to them later does not reach the kernel.
+  // Reads the values of host tensors now, so later changes by the caller do not reach the kernel.
   explicit Argument(const c10::IValue& value);
 
-  // On a stream: the value with CPU tensors over the device's memory.
+  // Returns the value, with CPU tensors over the device's memory. Call it on a stream only.
   c10::IValue for_kernel() const;
 
-  // A device tensor that has no memory: an out argument of unknown size.
+  // Returns whether it is a device tensor without memory, such as an out argument of unknown size.
   bool is_empty_tensor() const;
   at::ScalarType dtype() const { return std::get<View>(tensors_.front()).dtype(); }
 

@@ -1,4 +1,5 @@
-// Scaled dot product attention: the CPU's own flash kernel, so that the bits are the CPU's.
+// Scaled dot product attention: runs the CPU's own flash kernel, so the result has the same bits as
+// on the CPU.
 #include <ATen/SDPBackend.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -21,7 +22,7 @@ constexpr auto choose = [](const Tensor& query, const Tensor&, const Tensor&,
   return static_cast<int64_t>(flash ? at::SDPBackend::overrideable : at::SDPBackend::math);
 };
 
-// (query, key, value, bias, dropout, causal, return_debug_mask, scale)
+// Arguments: query, key, value, bias, dropout, causal, return_debug_mask, scale.
 void forward(const c10::OperatorHandle& handle, Stack* stack) {
   const Stack in = torch::jit::pop(*stack, handle.schema().arguments().size());
   const auto query = in[0].toTensor(), key = in[1].toTensor();
@@ -33,8 +34,8 @@ void forward(const c10::OperatorHandle& handle, Stack* stack) {
                    unused, Tensor());
 }
 
-// (grad, query, key, value, bias, wanted, output, log_sum, cumulated lengths and largest lengths of
-// queries and keys, dropout, causal, seed, offset, scale)
+// Arguments: grad, query, key, value, bias, wanted, output, log_sum, cumulative and largest lengths
+// of queries and keys, dropout, causal, seed, offset, scale.
 void backward(const c10::OperatorHandle& handle, Stack* stack) {
   const Stack in = torch::jit::pop(*stack, handle.schema().arguments().size());
   const auto bias = in[4].toTensor();
@@ -56,7 +57,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 }  // namespace
 }  // namespace penstock::sim
 
-// What scaled_dot_product_attention itself asks, beside the operator.
+// scaled_dot_product_attention calls this stub to choose a kernel, in addition to the operator.
 namespace at::native {
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, +penstock::sim::choose)
 }  // namespace at::native

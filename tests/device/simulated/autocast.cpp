@@ -1,4 +1,5 @@
-// torch.autocast("sim"): torch's own lists of operators for lower precision, fp32 and promotion.
+// torch.autocast("sim"): registers torch's own lists of operators that run in lower precision, run
+// in fp32 or promote their inputs.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -6,7 +7,7 @@ namespace {
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // torch's macros call it m
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // torch's macros need the name m
 #define PENSTOCK_SIM_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define PENSTOCK_SIM_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define PENSTOCK_SIM_FP32_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

@@ -28,10 +28,11 @@ using Tensors = std::vector<Tensor>;
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 using Timeout = std::chrono::milliseconds;
 
-constexpr std::chrono::milliseconds kLook{10};  // until a collective sees that its device failed
+constexpr std::chrono::milliseconds kLook{10};  // between two checks for a failed device
 
-// What a collective uses, until somebody waits for it or it is done: the allocator is not told of
-// the use on the backend's stream. Shared by the work and the backend, as either may go first.
+// Keeps a collective's tensors alive until a caller waits for the collective or it is done, because
+// the allocator does not know of the use on the backend's stream. The work and the backend share
+// the list, because either may be destroyed first.
 using Stash = std::shared_ptr<Tensors>;
 
 class CollectiveWork final : public c10d::Work {
@@ -57,7 +58,7 @@ class CollectiveWork final : public c10d::Work {
   void blockCurrentStream() override { synchronize(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
-  // Completed already, as NCCL's: who waits for it waits with his stream.
+  // The future is already completed, as NCCL's is: a wait for it blocks only the caller's stream.
   void set_future(c10::Stream stream) {
     const c10::StreamGuard guard(stream);
     future_ = c10::make_intrusive<c10::ivalue::Future>(
@@ -94,7 +95,7 @@ Tensors flat(const std::vector<Tensors>& lists) {
   return all;
 }
 
-// The tensors of one side as the inner backend will see them, without a reference to any.
+// Views of the outputs or the inputs for the inner backend. They hold no reference to the tensors.
 class Views {
  public:
   explicit Views(const Tensors& tensors) {
@@ -119,13 +120,13 @@ class Views {
   std::vector<View> views_;
 };
 
-// A collective as it is issued.
+// The description of a collective when it is issued.
 struct Issue {
   c10d::OpType type;
   const char* name;
   Tensors tensors;
   size_t bytes;
-  bool alike;  // whether every rank of the group calls it, with as many bytes
+  bool alike;  // whether every rank of the group calls it with the same number of bytes
 };
 
 Issue issue(c10d::OpType type, const char* name, const Tensors& outputs,
@@ -137,7 +138,8 @@ Issue issue(c10d::OpType type, const char* name, const Tensors& outputs,
           alike};
 }
 
-// The part without the collectives: order, streams, lifetime. Used by one thread at a time.
+// The part of the backend without the collectives: order, streams, lifetime. Only one thread uses
+// it at a time.
 class StreamBackend : public c10d::Backend {
  public:
   explicit StreamBackend(c10::intrusive_ptr<Backend> inner)
@@ -154,7 +156,7 @@ class StreamBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return core_->inner->getBackendOptions();
   }
-  // What has not begun does not begin, and what has begun is given up.
+  // Abandons the collectives that have begun and starts no others.
   void abort() override { core_->abort(); }
   void shutdown() override {
     finish();
@@ -175,7 +177,7 @@ class StreamBackend : public c10d::Backend {
   }
 
  protected:
-  using Call = std::function<WorkPointer(Backend& inner)>;  // on the stream
+  using Call = std::function<WorkPointer(Backend& inner)>;  // runs on the stream
 
   WorkPointer run(const Issue& issue, Call call) {
     if (!group_) {
@@ -193,10 +195,11 @@ class StreamBackend : public c10d::Backend {
   bool is_grouping() const { return group_.has_value(); }
 
  private:
-  // Shared with what is queued: after an abort that may outlive this object.
+  // Shared with queued work, which may outlive the backend after an abort.
   struct Core : std::enable_shared_from_this<Core> {
     explicit Core(c10::intrusive_ptr<Backend> backend) : inner(std::move(backend)) {}
-    // The inner backend's waits for what it still does, which the peers may never end.
+    // The inner backend's destructor waits for its collectives, which may never end without the
+    // peers.
     ~Core() {
       if (aborted) std::thread([given_up = std::move(inner)] {}).detach();
     }
@@ -207,11 +210,12 @@ class StreamBackend : public c10d::Backend {
       changed.notify_all();
     }
 
-    // As NCCL's kernels: without its peers, or with another collective there, a collective waits
-    // until it is aborted or its device fails. The inner backend's cannot be ended, so a thread is
-    // left with those; nothing else may begin beside them, or it would meet what a peer sends them.
+    // Like NCCL's kernels, a collective whose peers are missing or run another collective waits
+    // until it is aborted or its device fails. The inner backend's collectives cannot be ended, so
+    // a detached thread keeps waiting for them. After that, no other collective may begin, because
+    // it would receive the messages that peers send to the abandoned ones.
     void run(int device, uint64_t kind, std::function<std::vector<WorkPointer>(Backend&)> begin) {
-      auto ended = std::make_shared<bool>(false);  // with the mutex
+      auto ended = std::make_shared<bool>(false);  // guarded by the mutex
       std::thread([self = shared_from_this(), kind, begin = std::move(begin), ended] {
         try {
           if (kind != 0 && !self->agree(kind)) return;
@@ -230,7 +234,8 @@ class StreamBackend : public c10d::Backend {
       if (!*ended) aborted = true;
     }
 
-    // Whether all have come for the same; the inner backend ends the process where sizes differ.
+    // Returns whether all ranks run the same collective. The inner backend would end the process if
+    // sizes differed.
     bool agree(uint64_t kind) const {
       const auto mine = static_cast<int64_t>(kind >> 2);
       Tensors range{at::tensor({mine, -mine}, at::kLong)};
@@ -243,7 +248,7 @@ class StreamBackend : public c10d::Backend {
     c10::intrusive_ptr<Backend> inner;
     std::mutex mutex;
     std::condition_variable changed;
-    std::atomic<bool> aborted{false};  // set with the mutex
+    std::atomic<bool> aborted{false};  // set under the mutex
   };
   struct Group {
     std::vector<Call> calls;
@@ -282,7 +287,7 @@ class StreamBackend : public c10d::Backend {
     return streams_.emplace(device.index(), pool_stream(device.index(), true)).first->second;
   }
 
-  // Also lets go what is done, outside the lock: it may free memory.
+  // Also destroys finished entries, after the lock is released, because this may free memory.
   void remember(Unfinished one) {
     std::vector<Unfinished> done;
     const std::lock_guard lock(mutex_);
@@ -297,14 +302,14 @@ class StreamBackend : public c10d::Backend {
     if (core_->aborted) return;
     try {
       for (const auto& [device, stream] : streams_) synchronize(stream, "collective");
-    } catch (const c10::Error&) {  // the device's, which whoever waits for it is told again
+    } catch (const c10::Error&) {  // an error of the device, which later waits throw again
     }
   }
 
   const std::shared_ptr<Core> core_;
   std::optional<Group> group_;
   std::mutex mutex_;
-  std::map<int, c10::Stream> streams_;  // guarded by mutex_, as below: by device
+  std::map<int, c10::Stream> streams_;  // by device; mutex_ guards this and unfinished_
   std::deque<Unfinished> unfinished_;
 };
 

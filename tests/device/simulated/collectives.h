@@ -6,10 +6,10 @@
 
 namespace penstock::sim {
 
-// A collective is a kernel on a stream of the backend's own, one for each device, that starts after
-// what the caller's current stream has been given: the call returns before anything has moved, and
-// Work::wait() makes the current stream wait, not the host. The low-precision sums are the inner
-// backend's.
+// A collective is a kernel on the backend's own stream (one per device). It starts after the work
+// that was queued on the caller's current stream. The call returns before any data has moved, and
+// Work::wait() makes the current stream wait, not the host. The inner backend computes the
+// low-precision sums.
 PENSTOCK_SIM_API c10::intrusive_ptr<c10d::Backend> make_collectives(
     c10::intrusive_ptr<c10d::Backend> inner);
 

@@ -12,7 +12,7 @@
 namespace penstock::sim {
 namespace {
 
-// Bytes are copied as they are, with no temporary on the way.
+// Returns whether the bytes can be copied unchanged and without a temporary.
 bool is_plain(const at::Tensor& from, const at::Tensor& to) {
   return from.dtype() == to.dtype() && from.strides() == to.strides() &&
          from.is_non_overlapping_and_dense() && from.is_conj() == to.is_conj() &&
@@ -24,7 +24,7 @@ void transfer(const at::Tensor& from, const at::Tensor& to) {
   to.copy_(from);
 }
 
-// The two streams meet before and after.
+// The two streams wait for each other before and after the copy.
 void copy_on_devices(const at::Tensor& from, const at::Tensor& to) {
   const auto source = current_stream(from.device().index());
   const auto target = current_stream(to.device().index());

@@ -1,7 +1,7 @@
 #pragma once
-// Copies between host and device and on the device. As on CUDA, the host goes on before a copy is
-// done only where the host side is pinned, both sides have the same dtype and layout, and the
-// caller says non_blocking.
+// Copies between host and device and on the device. As on CUDA, the host waits for a copy unless
+// the host memory is pinned, both sides have the same dtype and layout, and the caller asks for
+// non_blocking.
 #include <ATen/core/Tensor.h>
 
 namespace penstock::sim {
@@ -10,7 +10,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to);
 
-// item()
+// Implements item().
 at::Scalar read_number(const at::Tensor& tensor);
 
 }  // namespace penstock::sim

@@ -12,8 +12,8 @@ constexpr size_t kKeptOperators = 100;
 
 struct Book {
   std::mutex mutex;
-  Counters counters;                // guarded by mutex, less kernels
-  std::atomic<int64_t> kernels{0};  // apart, as there are many
+  Counters counters;                // guarded by mutex; its number of kernels is unused
+  std::atomic<int64_t> kernels{0};  // atomic, because kernels are counted often
 };
 
 // Never destroyed: other static objects free device memory when the process ends.

@@ -1,5 +1,5 @@
 #pragma once
-// What the other files tell the counters of control.h. Any thread.
+// The other files call these functions to update the counters of control.h. Usable from any thread.
 #include <cstddef>
 #include <cstdint>
 #include <string>

@@ -1,4 +1,4 @@
-// What c10's generic Device, Stream and Event guards call for the device.
+// The functions that c10's generic Device, Stream and Event guards call for this device.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
@@ -10,7 +10,7 @@
 namespace penstock::sim {
 namespace {
 
-// What a c10::Event points to.
+// The object that a c10::Event points to.
 struct Recorded {
   MarkPointer mark;
   int device = 0;
@@ -28,7 +28,7 @@ class DevicesAndStreams : public c10::impl::DeviceGuardImplInterface {
     return sim_device(exchange_device(device.index()));
   }
   c10::Device getDevice() const override { return sim_device(current_device()); }
-  // Makes no context, unlike CUDA's: each device's autograd thread calls it when it starts.
+  // Unlike CUDA's, makes no context, because each device's autograd thread calls it at its start.
   void setDevice(c10::Device device) const override { set_current_device(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     set_current_device(device.index());
@@ -60,10 +60,10 @@ class DevicesAndStreams : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// Once the device has failed, so does every use of an event.
+// After the device has failed, every use of an event throws.
 class Guard final : public DevicesAndStreams {
  public:
-  // Every event has a time, so its flag does not matter.
+  // Every event records its time, so the flag does not matter.
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
               c10::EventFlag) const override {
     visit_device(stream.device_index());

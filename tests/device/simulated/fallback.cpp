@@ -21,7 +21,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// Where to put result `index` of the kernel; a list has several.
+// The place for result `index` of the kernel; a list of tensors has several views.
 struct Output {
   size_t index = 0;
   std::vector<std::optional<View>> tensors;
@@ -37,8 +37,8 @@ struct Call {
   const c10::FunctionSchema& schema() const { return handle.schema(); }
 };
 
-// The device of the tensors, or of a device argument, or the current one. As on CUDA, all tensors
-// are on one device but for numbers, and for what a few operators take from the host.
+// Returns the device of the tensors, or of a device argument, or the current device. As on CUDA,
+// all tensors must be on one device, except numbers and the host tensors that a few operators take.
 c10::Device device_for(const Operator& known, const Stack& arguments) {
   std::optional<c10::Device> device, other;
   const auto look = [&](const at::Tensor& tensor) {
@@ -63,7 +63,7 @@ void run_kernel(const c10::OperatorHandle& handle, Stack& stack) {
   handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
 }
 
-// The argument that result `index` is, if it is one.
+// Returns the argument that the operator returns as result `index`, if there is one.
 std::optional<c10::IValue> aliased(const Call& call, size_t index) {
   const auto* result = call.schema().returns()[index].alias_info();
   if (!result) return std::nullopt;
@@ -75,7 +75,7 @@ std::optional<c10::IValue> aliased(const Call& call, size_t index) {
   return std::nullopt;
 }
 
-// Queues the call of an operator that may draw, with the generator to draw from.
+// Queues the call of an operator that may draw random numbers, and holds the generator for it.
 class Draw {
  public:
   Draw(Call& call) : stream_(call.stream) {
@@ -106,7 +106,7 @@ class Draw {
 
 // ---- asynchronous ----
 
-// New device tensors for the results, onto the stack; where the kernel will put them.
+// Pushes new device tensors for the results onto the stack. Returns where the kernel will put them.
 std::vector<Output> allocate_results(const Call& call, const Stack& results, Stack* stack) {
   std::vector<Output> outputs;
   for (size_t i = 0; i < results.size(); ++i) {
@@ -135,9 +135,9 @@ std::vector<Output> allocate_results(const Call& call, const Stack& results, Sta
 }
 
 void store(const at::Tensor& result, const View& output) {
-  if (!result.defined()) return;  // a gradient that nobody wants
-  TORCH_CHECK(result.scalar_type() == output.dtype(), "[sim] the kernel gives ",
-              result.scalar_type(), ", its meta kernel ", output.dtype());
+  if (!result.defined()) return;  // a gradient that was not requested
+  TORCH_CHECK(result.scalar_type() == output.dtype(), "[sim] the kernel returned ",
+              result.scalar_type(), ", but its meta kernel ", output.dtype());
   output.on_shadow().copy_(result);
 }
 
@@ -157,7 +157,7 @@ void store(const Stack& results, const std::vector<Output>& outputs) {
 
 std::vector<Argument> keep(const Stack& arguments) { return {arguments.begin(), arguments.end()}; }
 
-// Fresh outputs: CPU tensors that grow as they must.
+// `fresh_outputs`: passes empty CPU tensors as outputs, which the kernel resizes.
 Stack for_kernel(const c10::OperatorHandle& handle, const std::vector<Argument>& arguments,
                  bool fresh_outputs) {
   Stack values;
@@ -185,8 +185,8 @@ void run_later(const Call& call, const Stack& results, Stack* stack) {
 
 // ---- synchronous ----
 
-// While it lives, the CPU's default generator is in the state of the device's, and then the other
-// way round: for operators that take no generator.
+// For operators that take no generator. While this object exists, the CPU's default generator has
+// the state of the device's generator; the destructor swaps the states back.
 class Swapped {
  public:
   explicit Swapped(const at::Generator& device) : device_(device) {
@@ -207,7 +207,7 @@ class Swapped {
   at::Generator device_;
 };
 
-// What the kernel gave, and the CPU tensors that stand for out arguments of unknown size.
+// The kernel's results, and the CPU tensors that replace out arguments of unknown size.
 struct Computed {
   Stack results;
   std::vector<std::pair<size_t, at::Tensor>> outputs;
@@ -256,7 +256,7 @@ void run_now(const Call& call, Stack* stack) {
     launch(call.stream, call.known.name.c_str(), [&] {
       try {
         compute(call, arguments, computed);
-      } catch (...) {  // the caller's, who waits
+      } catch (...) {  // thrown again by the caller, which waits
         computed.error = std::current_exception();
       }
     });

@@ -1,6 +1,6 @@
 #pragma once
-// Every operator without a kernel of its own: the CPU's kernel, on the stream, over the device's
-// memory. The host does not wait for it where the results' shapes can be known before.
+// Runs an operator that has no kernel for this device: queues the CPU's kernel on the stream, over
+// the device's memory. The host waits only if it cannot predict the shapes of the results.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 

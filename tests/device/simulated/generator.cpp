@@ -23,7 +23,7 @@ void DeviceGenerator::drawn(c10::Stream stream) {
   last_stream_ = stream.id();
 }
 
-// A new generator: what is queued still draws from the old one.
+// Makes a new generator, because queued work still draws from the old one.
 void DeviceGenerator::set_current_seed(uint64_t seed) {
   host_ = at::detail::createCPUGenerator(seed);
 }

@@ -1,6 +1,6 @@
 #pragma once
-// Random numbers of the device: the CPU's generator, drawn from on the streams, so that a program
-// draws what it would on the CPU.
+// Random numbers of the device. The kernels on the streams draw from a CPU generator, so a program
+// draws the same numbers as on the CPU.
 #include <ATen/core/Generator.h>
 #include <c10/core/Stream.h>
 
@@ -8,13 +8,13 @@
 
 namespace penstock::sim {
 
-// Used by one host thread at a time, as every generator.
+// Used by one host thread at a time, like every generator.
 class DeviceGenerator final : public c10::GeneratorImpl {
  public:
   explicit DeviceGenerator(int device);
 
-  // The CPU generator that the next kernel on this stream draws from; kernels draw in the order in
-  // which they were issued. The caller queues the kernel, and then calls drawn().
+  // Returns the CPU generator from which the next kernel on this stream draws. Kernels draw in the
+  // order in which they were issued. The caller queues the kernel, and then calls drawn().
   at::Generator for_kernel(c10::Stream stream);
   void drawn(c10::Stream stream);
 
@@ -22,7 +22,7 @@ class DeviceGenerator final : public c10::GeneratorImpl {
   uint64_t current_seed() const override;
   uint64_t seed() override;
   void set_state(const c10::TensorImpl& state) override;
-  // Waits for the kernels that draw; CUDA's does not.
+  // Waits for the kernels that draw; CUDA's generator does not.
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
   void set_offset(uint64_t offset) override;
   uint64_t get_offset() const override;
@@ -35,7 +35,7 @@ class DeviceGenerator final : public c10::GeneratorImpl {
   c10::StreamId last_stream_ = 0;
 };
 
-// Device -1 is the current one.
+// Device -1 is the current device.
 const at::Generator& default_generator(int device = -1);
 at::Generator new_generator(int device = -1);
 

@@ -1,4 +1,4 @@
-// What ATen asks the device for, and its name.
+// The hooks that ATen calls for the device, and the device's name.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/DeviceType.h>
@@ -43,7 +43,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return new_generator(device);
   }
-  // storage.resize_()
+  // Implements storage.resize_().
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     const c10::DeviceGuard guard(storage.device());
     auto data = device_allocator().allocate(bytes);

@@ -1,4 +1,5 @@
-// The Python module _sim: what tests/device/sim.py needs beside torch's own interfaces.
+// The Python module _sim: the functions that tests/device/sim.py needs in addition to torch's own
+// interfaces.
 #include <ATen/Context.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -48,7 +49,7 @@ PYBIND11_MODULE(_sim, module) {
   const py::call_guard<py::gil_scoped_release> waits;
   module.def("check_redzones", &check_redzones, waits);
   module.def("drain", &drain, waits);
-  py::module_::import("torch._C._distributed_c10d");  // which knows Backend
+  py::module_::import("torch._C._distributed_c10d");  // defines Backend
   module.def("make_collectives", &make_collectives, waits);
 }
 

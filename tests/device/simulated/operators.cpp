@@ -1,5 +1,6 @@
-// The operators that have kernels of their own: what makes tensors, views and copies. All others go
-// to the fallback, some of them by name, as a composite kernel would win over it.
+// The operators with kernels of their own: those that make tensors, views and copies. All others
+// use the fallback. Some of them are registered by name, because a composite kernel would otherwise
+// take precedence.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
@@ -95,7 +96,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", read_number);
 }
 
-// Copies conjugate and negate by themselves; torch would copy to resolve them first, without end.
+// Copies conjugate and negate by themselves. Otherwise torch would first copy to resolve these
+// bits, in an endless recursion.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
@@ -103,9 +105,10 @@ TORCH_LIBRARY_IMPL(aten, Negative, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
-// Where torch has a composite kernel it would win over the fallback. Operators of which the CPU has
-// a kernel beside it must reach that (layer_norm would be batch_norm, with other bits);
-// convolutions would ask for a library of the device, and each foreach would be some 30 kernels.
+// Returns whether the fallback is registered by name, because torch's composite kernel would take
+// precedence. An operator that also has a CPU kernel must use that kernel (layer_norm would become
+// batch_norm, with other bits). Convolutions would need a library of the device, and each foreach
+// operator would become about 30 kernels.
 bool is_for_fallback(const c10::OperatorHandle& handle) {
   const std::string& name = handle.operator_name().name;
   const std::string& overload = handle.operator_name().overload_name;
@@ -131,7 +134,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_device>());
 }
 
-// As the CPU's (native_dropout, which accelerators take, draws and rounds otherwise).
+// Computes the same as on the CPU. (native_dropout, which accelerators use, draws and rounds
+// differently.)
 Tensor dropout(const Tensor& input, double probability, bool train) {
   TORCH_CHECK(probability >= 0 && probability <= 1,
               "dropout probability has to be between 0 and 1, but got ", probability);

@@ -31,7 +31,7 @@ class PinnedAllocator final : public at::HostAllocator {
     TORCH_CHECK(!fails_, "[sim] cannot pin ", bytes, " bytes of host memory");
     reap();
     size_t size = kPage;
-    while (size < bytes) size *= 2;  // as CUDA's cache
+    while (size < bytes) size *= 2;  // as in CUDA's cache
     char* pointer = nullptr;
     const auto cached = cached_.lower_bound(size);
     if (cached != cached_.end() && cached->first == size) {
@@ -100,14 +100,14 @@ class PinnedAllocator final : public at::HostAllocator {
 
   char* map(size_t bytes) {
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK(memory != MAP_FAILED, "[sim] the host has no ", bytes, " bytes to pin");
+    TORCH_CHECK(memory != MAP_FAILED, "[sim] cannot allocate ", bytes, " bytes to pin");
     auto* pointer = static_cast<char*>(memory);
     buffers_[pointer].bytes = bytes;
     stats_.allocated_bytes.increase(bytes);
     return pointer;
   }
 
-  // Whoever still reads it reads NaN. Last freed is first reused.
+  // A late read of the freed buffer gets NaN. The buffer that was freed last is reused first.
   void cache(char* pointer, const Buffer& buffer) {
     std::memset(pointer, 0xFF, buffer.bytes);
     cached_.emplace_hint(cached_.lower_bound(buffer.bytes), buffer.bytes, pointer);
@@ -132,7 +132,7 @@ class PinnedAllocator final : public at::HostAllocator {
   }
 
   std::mutex mutex_;
-  Buffers buffers_;  // guarded by mutex_, as all below: those in use and those cached
+  Buffers buffers_;  // in use and cached; mutex_ guards this and cached_
   std::multimap<size_t, char*> cached_;
   std::vector<char*> deferred_;
   at::HostStats stats_;

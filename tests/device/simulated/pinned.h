@@ -1,5 +1,5 @@
 #pragma once
-// Page-locked host memory, so to speak: what asynchronous copies need. Any thread.
+// Simulated page-locked host memory, which asynchronous copies need. Usable from any thread.
 #include <ATen/core/CachingHostAllocator.h>
 
 namespace penstock::sim {

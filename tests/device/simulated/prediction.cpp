@@ -19,12 +19,13 @@ using torch::jit::Stack;
 
 constexpr size_t kRemembered = 20000;
 
-// The arguments' looks as bytes: two calls with the same key give results of the same looks.
+// The properties of the arguments as bytes. Calls with the same key give results with the same
+// shapes, strides and dtypes.
 class Key {
  public:
   explicit Key(const std::string& name) : bytes_(name) { bytes_ += '|'; }
 
-  // False for a value of which the results may depend in a way not seen here.
+  // Returns false for a value that may affect the results in a way that the key does not show.
   bool add(const c10::IValue& value) {
     if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
       add_tensors(value);
@@ -98,7 +99,7 @@ class Key {
   std::string bytes_;
 };
 
-// Results by key, and operators by address of their name.
+// Caches results by key, and operators by the address of their name.
 struct Memory {
   std::mutex mutex;
   std::unordered_map<std::string, std::shared_ptr<const Stack>> results;  // guarded by mutex
@@ -156,7 +157,7 @@ bool writes(const c10::FunctionSchema& schema, size_t argument) {
   return alias && alias->isWrite();
 }
 
-// Gives out arguments the sizes that the meta kernel gave theirs; whether any had others.
+// Resizes out arguments to the sizes that the meta kernel chose. Returns whether any size changed.
 bool resize_outputs(const c10::FunctionSchema& schema, const Stack& arguments, const Stack& metas) {
   bool resized = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -173,7 +174,7 @@ bool resize_outputs(const c10::FunctionSchema& schema, const Stack& arguments, c
   return resized;
 }
 
-// Whether the error says that there is no meta kernel, or none that does without the contents.
+// Returns whether the error says that there is no meta kernel, or that it would need the values.
 bool has_no_meta(const std::exception& error) {
   if (dynamic_cast<const c10::NotImplementedError*>(&error)) return true;
   const std::string text = error.what();
@@ -187,8 +188,8 @@ bool is_kept(const c10::IValue& result) {
   return result.isTensor() || result.isTensorList() || result.isInt() || result.isNone();
 }
 
-// On the CPU the statistics of a norm have the dtype of what it normalizes, where no weights are
-// wider; on all other devices they are fp32.
+// On the CPU, the statistics of a norm have the dtype of its input unless the weights are wider. On
+// all other devices they are fp32.
 void correct_statistics(const Stack& arguments, Stack& results) {
   const auto dtype = arguments[0].toTensor().scalar_type();
   bool mixed = false;
@@ -217,7 +218,8 @@ Operator& describe(const c10::OperatorHandle& handle) {
   const auto is = [&known](const char* part) {
     return known->name.find(part) != std::string::npos;
   };
-  // The CPU's flash attention is tagged as random and draws only for dropout, which it has not.
+  // The CPU's flash attention is tagged as random, but draws only for dropout, which it does not
+  // support.
   known->random = handle.hasTag(at::Tag::nondeterministic_seeded) && !is("flash_attention_for_cpu");
   const auto& arguments = handle.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {

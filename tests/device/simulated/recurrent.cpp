@@ -1,5 +1,5 @@
-// The fused cells that torch's LSTM and GRU call on every device but the CPU: out of the operators
-// that the CPU's own cells are made of, which autograd knows.
+// The fused cells that torch's LSTM and GRU call on every device except the CPU. They are composed
+// of the same operators as the CPU's cells, so autograd can differentiate them.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

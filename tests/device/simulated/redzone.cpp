@@ -7,7 +7,7 @@
 namespace penstock::sim {
 namespace {
 
-// By the parity of the address. Nothing that a kernel writes by itself.
+// The pattern depends on the parity of the address. No kernel writes this pattern by accident.
 constexpr unsigned char kPattern[2] = {0xA5, 0xFF};
 constexpr int kPoison = 0xFF;
 
@@ -41,7 +41,7 @@ std::string violation(const Extent& extent) {
   const size_t behind = count_changed(extent.memory + extent.asked, end + kRedzoneBytes);
   if (before + behind == 0) return "";
   return c10::str("redzone violated: ", before, " bytes were written before and ", behind,
-                  " behind a block of ", extent.asked, " bytes");
+                  " after a block of ", extent.asked, " bytes");
 }
 
 }  // namespace penstock::sim

@@ -1,14 +1,14 @@
 #pragma once
-// Redzones: what lies before and behind each block of device memory. Only on a stream, or while no
-// stream uses the block.
+// Redzones: guard bytes before and after each block of device memory. Call these functions only on
+// a stream, or while no stream uses the block.
 #include <cstddef>
 #include <string>
 
 namespace penstock::sim {
 
-constexpr size_t kRedzoneBytes = 512;  // keeps blocks aligned to 512 bytes, as CUDA's are
+constexpr size_t kRedzoneBytes = 512;  // keeps blocks aligned to 512 bytes, as on CUDA
 
-// A block in the memory the kernels use: `asked` of its `size` bytes are its user's.
+// A block in the memory that kernels use. The user requested the first `asked` of its `size` bytes.
 struct Extent {
   char* memory = nullptr;
   size_t size = 0;
@@ -18,10 +18,10 @@ struct Extent {
 // Fills the redzones with a pattern that is NaN in every floating-point type of 16 bits and more.
 void fence(const Extent& extent);
 
-// Fills what the user may write with NaN too.
+// Also fills the user's bytes with NaN.
 void poison(const Extent& extent);
 
-// What is wrong with the redzones, or nothing.
+// Returns an error text if the redzones were overwritten, else "".
 std::string violation(const Extent& extent);
 
 }  // namespace penstock::sim

@@ -53,7 +53,7 @@ class Worker {
 
   void push(Task task, const char* name) {
     std::unique_lock lock(mutex_);
-    if (closing_) {  // the process ends: what static objects still free
+    if (closing_) {  // the process ends, and static objects still free memory
       lock.unlock();
       task();
       return;
@@ -69,7 +69,7 @@ class Worker {
     return finished_ == accepted_;
   }
 
-  // Waits for what is queued now; false when the time was up.
+  // Waits for the work that is queued now. Returns false if the deadline passed first.
   bool drain(std::optional<Clock::time_point> deadline = {}) {
     std::unique_lock lock(mutex_);
     const auto over = [this, last = accepted_] { return finished_ >= last; };
@@ -99,11 +99,11 @@ class Worker {
  private:
   struct Item {
     Task task;
-    const char* name;  // null: the device's own work
+    const char* name;  // null: work of the allocator
   };
 
-  // Uniform delays keep the streams abreast, and then a missing wait goes unseen; so a stream is
-  // fast for a while and slow for a while.
+  // With uniform delays the streams advance at the same pace, which hides missing waits. So each
+  // stream alternates between fast and slow periods.
   std::chrono::microseconds draw_delay() {
     const int64_t low = delays_.low_us, high = delays_.high_us;
     if (high <= 0) return {};
@@ -147,7 +147,7 @@ class Worker {
   const int device_, stream_;
   std::mutex mutex_;
   std::condition_variable arrived_, settled_;
-  std::deque<Item> queue_;  // guarded by mutex_, as all below
+  std::deque<Item> queue_;  // mutex_ guards this and all members below
   uint64_t accepted_ = 0, finished_ = 0;
   std::mt19937 random_;
   int left_ = 0, factor_ = 1;
@@ -155,11 +155,12 @@ class Worker {
   std::thread thread_;
 };
 
-// All streams of all devices. Never destroyed; the threads end with the library (AtExit).
+// All streams of all devices. Never destroyed. AtExit ends the threads when the library is
+// unloaded.
 struct Machine {
   Delays delays;
   std::array<Failure, kDevices> failures;
-  std::mutex mutex;  // of starting a worker
+  std::mutex mutex;  // held while a worker is started
   std::array<std::array<std::atomic<Worker*>, kStreams>, kDevices> workers{};
   std::array<std::atomic<unsigned>, kDevices> next{}, next_high_priority{};
   std::atomic<bool> forked{false};
@@ -173,7 +174,7 @@ struct Machine {
     return all;
   }
 
-  // Waits for everything, in all for kLastWait; those that got idle.
+  // Waits at most kLastWait for all streams together. Returns the streams that are idle then.
   std::vector<Worker*> settle() const {
     const auto deadline = Clock::now() + kLastWait;
     std::vector<Worker*> idle;
@@ -195,8 +196,8 @@ Machine& machine() {
   return *machine;
 }
 
-// Destroyed before torch's own static objects, which what is queued may need. A stream that is
-// stuck (a collective without its peers) is left to the end of the process.
+// Destroyed before torch's own static objects, which queued work may need. A stuck stream (for
+// example in a collective without its peers) keeps its thread until the process ends.
 struct AtExit {
   ~AtExit() {
     if (is_forked()) return;
@@ -209,7 +210,7 @@ thread_local std::array<int, kDevices> streams_of_thread{};
 
 int checked(int device) {
   if (device < 0) return device_of_thread;
-  TORCH_CHECK(device < kDevices, "[sim] there is no device ", device, ", there are ", kDevices);
+  TORCH_CHECK(device < kDevices, "[sim] there is no device ", device, " of ", kDevices);
   return device;
 }
 
@@ -373,7 +374,7 @@ void set_seed(uint64_t seed) {
 }
 
 void set_delays_us(int64_t low_us, int64_t high_us) {
-  TORCH_CHECK_VALUE(low_us >= 0 && low_us <= high_us, "[sim] delays from ", low_us, " to ",
+  TORCH_CHECK_VALUE(low_us >= 0 && low_us <= high_us, "[sim] invalid delays: ", low_us, " to ",
                     high_us);
   machine().delays.low_us = low_us;
   machine().delays.high_us = high_us;

@@ -1,7 +1,8 @@
 #pragma once
-// Streams: worker threads with queues, 25 a device, each started when it is first used. Marks: what
-// an event has recorded. Any thread may call any of it; the current device and the current streams
-// are the calling thread's. Functions that may block the host take the name to count it under.
+// Streams: worker threads with queues, 25 per device, each started at its first use. Marks: the
+// points that events have recorded. Any thread may call these functions; the current device and the
+// current streams belong to the calling thread. `why` is the name under which a wait of the host is
+// counted.
 #include <c10/core/Stream.h>
 
 #include <atomic>
@@ -14,32 +15,35 @@ namespace penstock::sim {
 
 using Task = std::function<void()>;
 
-// One recording of an event: set once, when the stream gets there. Streams and events share it.
+// One recording of an event. It is set once, when the stream reaches it. Streams and events share
+// it.
 struct Mark {
   std::atomic<bool> done{false};
-  std::chrono::steady_clock::time_point time;  // valid when done
+  std::chrono::steady_clock::time_point time;  // valid if `done`
 };
 using MarkPointer = std::shared_ptr<Mark>;
 
 int current_device();
-// Makes a context there, as cudaSetDevice() does since CUDA 12.
+// Makes a context on the device, as cudaSetDevice() does since CUDA 12.
 int exchange_device(int device);
-void set_current_device(int device) noexcept;  // makes none
-// Work with an event of that device switches this thread there and back, which makes contexts.
+void set_current_device(int device) noexcept;  // makes no context
+// Does what work with an event of that device does: switches this thread to the device and back,
+// which makes contexts.
 void visit_device(int device);
 
-// Device -1 is the current one.
+// Device -1 is the current device.
 c10::Stream current_stream(int device = -1);
 c10::Stream default_stream(int device);
 c10::Stream exchange_stream(c10::Stream stream);
 
-// Round robin over 16 streams of the device, or over 8 of high priority: two may be one.
+// Returns one of 16 streams of the device, or one of 8 of high priority, in turn. So two callers
+// may get the same stream.
 c10::Stream pool_stream(int device, bool high_priority);
 
-// Queues a kernel: delayed, and its exception becomes the device's asynchronous error. `name` must
-// outlive the call of the task.
+// Queues a kernel, which is delayed. Its exception becomes the device's asynchronous error. `name`
+// must stay valid until the kernel has run.
 void launch(c10::Stream stream, const char* name, Task task);
-// Queues the device's own work, which takes no time.
+// Queues the device's own work, which is not delayed.
 void enqueue(c10::Stream stream, Task task);
 
 MarkPointer record(c10::Stream stream);
@@ -53,7 +57,7 @@ void synchronize(c10::Stream stream, const std::string& why);
 void synchronize(int device, const MarkPointer& mark, const std::string& why);
 void synchronize_device(int device, const std::string& why);
 
-// Waits as well, but neither counts nor throws.
+// Also waits, but neither counts the wait nor throws.
 void drain_device(int device);
 
 void fail(int device, const std::string& error);

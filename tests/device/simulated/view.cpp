@@ -10,10 +10,10 @@
 namespace penstock::sim {
 namespace {
 
-// Not null, which is an empty tensor, and no device pointer.
+// Not null, which means an empty tensor, and not a device pointer.
 void* const kNoMemory = reinterpret_cast<void*>(16);
 
-// Bytes from the first element to the last.
+// Returns the bytes from the first element to the last.
 size_t span_of(const at::Tensor& tensor) {
   int64_t span = 1;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {

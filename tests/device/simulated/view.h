@@ -1,6 +1,6 @@
 #pragma once
-// A device tensor as a kernel sees it: address and shape. It holds no reference, as the arguments
-// of a launched kernel: freeing too early is found only so.
+// A device tensor as a kernel sees it: address and shape. Like the arguments of a launched kernel,
+// it holds no reference to the tensor, so the tests can detect memory that is freed too early.
 #include <ATen/core/Tensor.h>
 
 namespace penstock::sim {
@@ -11,14 +11,14 @@ inline bool on_device(const at::Tensor& tensor) {
 
 class View {
  public:
-  // Throws what the tensor's storage says if its data may not be used. A tensor without memory (a
-  // window that was dropped) makes the kernel fail, not the launch.
+  // Throws the storage's error if the tensor's data may not be used. If the tensor has no memory (a
+  // window that was dropped), the kernel fails, not the launch.
   explicit View(const at::Tensor& tensor);
 
-  // The same elements as a CPU tensor. Only on a stream.
+  // Returns the same elements as a CPU tensor. Call it on a stream only.
   at::Tensor on_shadow() const;
 
-  // The same, where the address is one of the host.
+  // The same for an address in host memory.
   at::Tensor on_host() const;
 
   bool has_memory() const { return pointer_ != nullptr; }
@@ -33,7 +33,7 @@ class View {
   bool wrapped_number_, conjugate_, negative_;
 };
 
-// A new device tensor with the sizes, strides and dtype of another.
+// Returns a new device tensor with the sizes, strides and dtype of `shape`.
 at::Tensor new_on_device(const at::Tensor& shape, c10::Device device);
 
 }  // namespace penstock::sim

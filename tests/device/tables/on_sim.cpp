@@ -8,7 +8,7 @@
 
 namespace penstock::tables {
 
-// A device for each rank; PENSTOCK_SIM_SEED draws how late they work.
+// Returns the rank's own device. PENSTOCK_SIM_SEED seeds the delays of the devices.
 c10::Device place_of(int rank) {
   at::globalContext().lazyInitDevice(c10::DeviceType::PrivateUse1);
   if (rank == 0) {

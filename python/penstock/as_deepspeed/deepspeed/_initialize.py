@@ -44,13 +44,13 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
         optimizer: a torch optimizer, or a callable that creates one from the parameters; default:
             the config's optimizer.
         model_parameters: parameters or groups for the config's optimizer; default: all trainable.
-        training_data, collate_fn: a dataset for the returned loader, and what makes its batches.
+        training_data, collate_fn: the returned loader's dataset, and what makes its batches.
         lr_scheduler: a scheduler, which is stepped after each update, or a callable that creates
             one from the optimizer; default: the config's scheduler.
         distributed_port: rank 0's port if no launcher sets it.
-        mpu: gives the groups of ranks that share sequences, or of ranks over which the model's own
+        mpu: has the groups of sequence ranks, or of the tensor ranks over which the model's own
             modules cut parameters (docs/deepspeed.md). It must have one stage.
-        dist_init_required: False if there must be a process group already.
+        dist_init_required: False: raise an error unless a process group exists.
         config, config_params: a dict, a path, JSON text, or base64 of JSON text.
         mesh_param: (data ranks, sequence ranks), instead of an mpu.
 

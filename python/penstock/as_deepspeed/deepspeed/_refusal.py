@@ -1,4 +1,4 @@
-"""The error for what DeepSpeed refuses, too."""
+"""The error for calls and settings that DeepSpeed refuses, too."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from penstock import ConfigError
 
 
 class DeepSpeedRefusal(ConfigError, AssertionError, NotImplementedError):  # type: ignore[misc]
-    """A call or setting that DeepSpeed refuses with an error of one of these classes."""
+    """A call or setting for which DeepSpeed raises ValueError or one of the last two classes."""

@@ -18,7 +18,7 @@ from penstock.front import config_file
 
 from ._refusal import DeepSpeedRefusal
 
-# Class -> its section of the config, whose table of values it shares.
+# Class -> the config section whose table of values the class shares.
 _SECTIONS = {
     "DeepSpeedFP16Config": "fp16",
     "DeepSpeedBF16Config": "bf16",
@@ -32,11 +32,11 @@ _SECTIONS = {
     "CSVConfig": "csv_monitor",
     "CometConfig": "comet",
 }
-_LIKE = {"bool": "auto_cast", "int": "hysteresis"}  # keys of "fp16" with values of this kind
+_LIKE = {"bool": "auto_cast", "int": "hysteresis"}  # kind -> a key of "fp16" of this kind
 
 
 def _read(section: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section as the engine reads it. Raises ConfigError as it does for a config."""
+    """Returns the section as the engine reads it. Raises ConfigError if the engine refuses it."""
     outer, _, inner = section.partition(".")
     config = {outer: {inner: given, "stage": 3} if inner else given}
     text = json.dumps(config_file.finite(config))
@@ -47,9 +47,9 @@ def _read(section: str, given: dict[str, Any]) -> dict[str, Any]:
 class Settings:
     """A section of the config: its keys are arguments and attributes.
 
-    Numbers may be texts, as in the config. A key that is not given has DeepSpeed's default. The
-    object has no effect: only the config that initialize() receives counts. If a script derives a
-    class from it, the annotated attributes of that class become keys, too.
+    Numbers may be given as text, as in the config. A key that is not given has DeepSpeed's default.
+    The object has no effect: only the config that initialize() receives counts. If a script derives
+    a class from this one, the annotated attributes of that class become keys, too.
 
     Raises ConfigError, or pydantic's ValidationError if pydantic is in use, for an unknown key and
     for a value that is not allowed.
@@ -62,7 +62,7 @@ class Settings:
         own = {}
         for key, kind in vars(cls).get("__annotations__", {}).items():
             name, field = _named(kind), getattr(cls, key, None)
-            default = getattr(field, "default", field)  # of pydantic's Field()
+            default = getattr(field, "default", field)  # the default in pydantic's Field()
             plain = name in ("bool", "int", "float", "str", "list", "dict")
             other = [one for one in (getattr(field, "alias", None),) if one]
             own[key] = [name + "?" * (default is None) if plain else "", default, *other]
@@ -87,7 +87,7 @@ class Settings:
                 near = difflib.get_close_matches(key, names, n=1)
                 advice = f"did you mean {near[0]!r}?" if near else f"allowed: {[*names]}"
                 raise ConfigError(f"[deepspeed::{type(self).__name__}] no key {key!r}: {advice}")
-        if not strict:  # "auto" is the default
+        if not strict:  # "auto" selects the default
             given = {key: value for key, value in given.items() if value != "auto"}
         section = _SECTIONS.get(type(self).__name__)
         if section is not None:
@@ -144,11 +144,11 @@ class Settings:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
 
-    __hash__ = None  # type: ignore[assignment] # it can be changed
+    __hash__ = None  # type: ignore[assignment] # its values can change
 
 
 def _named(kind: Any) -> str:
-    """Returns the name of a plain type, also of one that is optional or has arguments."""
+    """Returns the name of a type without `| None` and arguments: "list" for `list[int] | None`."""
     of = [one for one in typing.get_args(kind) if one is not type(None)]
     if typing.get_origin(kind) in (typing.Union, types.UnionType) and len(of) == 1:
         return _named(of[0])
@@ -161,7 +161,7 @@ def _allowed(kind: Any) -> list[Any]:
 
 
 def _as_pydantic(name: str, given: Any, error: ValueError) -> ValueError:
-    """Returns the error, as pydantic's if a script may expect that one."""
+    """Returns the error, as pydantic's ValidationError if pydantic is in use."""
     core: Any = sys.modules.get("pydantic_core")
     if core is None:
         return error
@@ -177,7 +177,7 @@ def _plain(kind: str, value: Any) -> Any:
     if kind in _LIKE:
         try:
             return _read("fp16", {_LIKE[kind]: value})[_LIKE[kind]]
-        except ConfigError as error:  # its text names another key
+        except ConfigError as error:  # the error's text names the key of "fp16"
             raise TypeError(value) from error
     if kind == "float":
         return float(value)

@@ -1,5 +1,5 @@
-"""Makes the modules and names of DeepSpeed that this package does not define, from the table of
-penstock.deepspeed_names: constants have their values, and everything else raises when used."""
+"""Creates the modules and names of DeepSpeed that this package does not define, from the table of
+penstock.deepspeed_names. Constants have DeepSpeed's values; functions and classes raise if used."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _settings(module: str, name: str, keys: dict[str, Any]) -> type:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a file of this package. What the file does not define comes from the table."""
+    """Loads a file of this package. Names that the file does not define come from the table."""
 
     def exec_module(self, module: types.ModuleType) -> None:
         vars(module).setdefault("__getattr__", attributes(module.__name__))
@@ -128,13 +128,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _is_ours() -> bool:
-    """Whether `deepspeed` is this package, and not another one after penstock.deepspeed's
-    uninstall()."""
+    """Whether `deepspeed` is this package. After penstock.deepspeed.uninstall() the name may belong
+    to another one."""
     file = getattr(sys.modules.get(_PACKAGE), "__file__", None)
     return file is not None and pathlib.Path(file).parent == HERE
 
 
 sys.meta_path[:] = [
     one for one in sys.meta_path if getattr(one, "__module__", "") != __name__
-]  # of an earlier import
+]  # without the finder of an earlier import
 sys.meta_path.insert(0, _Finder())

@@ -29,7 +29,7 @@ def _pin_empty(_self: Any, *size: Any, dtype: torch.dtype, device: Any = "cpu") 
 def _pin_memory(
     self: Any, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
 ) -> torch.Tensor:
-    """Returns pinned host memory with the tensor's values; without `make_copy`, with any values."""
+    """Returns pinned host memory with the tensor's values; undefined ones without `make_copy`."""
     if make_copy:
         return tensor.pin_memory() if self._pins else tensor
     shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
@@ -43,7 +43,7 @@ def _pin_like(
 
 
 def _builder(_self: Any, class_name: str) -> Any:
-    """Returns the class of a builder of kernels, or None if there is none with this name."""
+    """Returns the class in op_builder with this name, or None if there is none."""
     return getattr(importlib.import_module("deepspeed.ops.op_builder"), class_name, None)
 
 
@@ -116,7 +116,7 @@ def unsupported(name: str, device: str) -> Callable[..., Any]:
 
 
 class DeepSpeedAccelerator:
-    """An accelerator: the calls and values of two tables, which a script finds by name."""
+    """An accelerator. Scripts look up its calls and values by name, in two tables."""
 
     _name = "cpu"  # kind of torch.device
     _communication_backend_name = "gloo"

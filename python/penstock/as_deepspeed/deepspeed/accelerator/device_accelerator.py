@@ -1,6 +1,6 @@
-"""Every accelerator of torch with the calls of DeepSpeed's accelerators.
+"""DeepSpeed's accelerator calls for every accelerator that torch supports.
 
-The table below names for each call what torch has for it: in torch.accelerator, which serves all
+The table below names torch's function for each call: in torch.accelerator, which serves all
 devices, or in the device's own module, such as torch.cuda.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .abstract_accelerator import SHARED, VALUES, Calls, DeepSpeedAccelerator, unsupported
 
-# The variables that choose devices, where the name is not the device's.
+# The environment variables that select devices, if not KIND_VISIBLE_DEVICES.
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
@@ -24,8 +24,8 @@ def _of_all(name: str) -> Callable[..., Any]:
 
 
 def _of_module(path: str, *otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a call of the device's module. Without the function there it calls `otherwise`, or
-    raises ConfigError."""
+    """Returns a call of the device's module. If the module lacks the function, the call runs
+    `otherwise`, or raises ConfigError."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = self._module
@@ -151,7 +151,7 @@ class DeviceAccelerator(DeepSpeedAccelerator):
     """The devices of one kind.
 
     Args:
-        kind: of torch.device: "cuda", "xpu", or the name of another device in torch.accelerator.
+        kind: the type of torch.device: "cuda", "xpu", or another one that torch.accelerator names.
     """
 
     _CALLS: ClassVar[Calls] = {**SHARED, **_DEVICE}

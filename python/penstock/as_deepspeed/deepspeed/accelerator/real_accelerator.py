@@ -46,9 +46,9 @@ def get_accelerator() -> Any:
 
 
 def set_accelerator(accelerator: Any) -> None:
-    """Sets the object that get_accelerator() returns. Its device_name() is where engines train.
+    """Sets the object that get_accelerator() returns. Engines train on its device_name().
 
-    Raises ConfigError unless it is None, or of a class of this package.
+    Raises ConfigError if the object is neither None nor a DeepSpeedAccelerator.
     """
     global _accelerator
     if not isinstance(accelerator, DeepSpeedAccelerator | None):
@@ -68,7 +68,7 @@ def rank_device(number: int | None = None) -> torch.device:
     """Returns the device on which this rank trains.
 
     Args:
-        number: of the device; default: the process's only or current one, or LOCAL_RANK.
+        number: the device's index; default: the process's only or current device, or LOCAL_RANK.
 
     Raises:
         ConfigError: if this machine has no such device.

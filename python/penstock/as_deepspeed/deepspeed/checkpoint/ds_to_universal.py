@@ -22,11 +22,11 @@ def parse_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("extract", "merge"):
         text = "no effect: tensors are read one by one"
         parser.add_argument(f"--num_{name}_workers", type=int, default=1, help=text)
-    text = "no effect: there is no such folder"
+    text = "no effect: no temporary folder is made"
     parser.add_argument("--keep_temp_folder", action="store_true", help=text)
     text = "no effect: every tensor is checked"
     parser.add_argument("--no_strict", dest="strict", action="store_false", help=text)
-    text = "no effect: how tensor ranks cut weights is read from the checkpoint, or an error"
+    text = "no effect: the checkpoint must say how tensor ranks cut weights"
     parser.add_argument("--inject_missing_state", action="store_true", help=text)
     return parser.parse_args(args)
 

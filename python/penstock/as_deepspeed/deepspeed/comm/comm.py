@@ -41,12 +41,12 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
     Args:
         dist_backend: default, and for the names of devices' back ends (nccl, ccl, ...): gloo for
             host tensors and, on a machine with an accelerator, its back end for device tensors.
-        timeout: how long torch's collectives and the engine's waits for a peer last; default:
-            DEEPSPEED_TIMEOUT minutes, or 10. The engine's waits are never shorter than the default
-            of `comm.timeout_s`; a config that sets this key decides alone.
+        timeout: the limit of torch's collectives and of the engine's waits for a peer; default:
+            DEEPSPEED_TIMEOUT minutes, or 10. For the engine's waits, the limit is at least the
+            default of `comm.timeout_s`; if a config sets this key, its value is the limit.
 
     Raises:
-        ConfigError: DEEPSPEED_TIMEOUT is no number, or no group may be made.
+        ConfigError: DEEPSPEED_TIMEOUT is not a number, or a required group does not exist.
     """
     if dist.is_initialized():
         _warn_of_unused(timeout)
@@ -105,7 +105,7 @@ def _default_timeout() -> datetime.timedelta:
 
 
 def _warn_of_unused(timeout: datetime.timedelta | None) -> None:
-    """Warns on rank 0 if the process group that exists has another timeout."""
+    """Warns on rank 0 if the existing process group has another timeout."""
     waits_s = process_group.timeout_s()
     if timeout is None or timeout.total_seconds() == waits_s or process_group.rank() != 0:
         return
@@ -233,7 +233,7 @@ def all_reduce_coalesced(
 
 
 def _sendable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Returns the tensor, or a copy of it on a device whose tensors the group exchanges."""
+    """Returns the tensor, or a copy on a device that the group's back ends support."""
     within: Any = dist.group.WORLD if group is None else group
     kinds = {one.type for one in within._device_types}
     if tensor.device.type in kinds:
@@ -242,7 +242,7 @@ def _sendable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def _broadcast_values(tensor: torch.Tensor, src: int) -> None:
-    """Gives a tensor on any device the values of a rank. All ranks call it."""
+    """Copies a tensor's values from rank `src`, on any device. All ranks call it."""
     values = tensor.detach()
     sent = _sendable(values)
     dist.broadcast(sent, src)
@@ -255,7 +255,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
 
 
 comms_logger = CommsLogger()
-# Name -> position of the tensor that is sent, or of the list of them.
+# Name -> position of the argument with the tensor, or list of tensors, to send.
 _LOGGED = {
     "broadcast": 0, "all_reduce": 0, "inference_all_reduce": 0, "all_gather": 1, "send": 0,
     "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1, "recv": 0,
@@ -271,7 +271,7 @@ def configure(deepspeed_config: Any = None, **settings: Any) -> None:
     """Configures the logger of this module's collectives.
 
     Args:
-        deepspeed_config: a DeepSpeedConfig, of which the section comms_logger counts.
+        deepspeed_config: a DeepSpeedConfig; only its section comms_logger is read.
         settings: enabled, prof_all, prof_ops, verbose, debug; None keeps a setting.
     """
     if deepspeed_config is not None:

@@ -14,7 +14,7 @@ def convert_conv1d_to_linear(model: torch.nn.Module, convert_type: type) -> torc
     """Replaces each Conv1D of transformers by a Linear with the transposed weight, in place.
 
     Args:
-        convert_type: the class of the layers to replace; its weight is (inputs, outputs).
+        convert_type: the class of the layers to replace; their weights are [inputs, outputs].
     """
     model = getattr(model, "module", model)
     for name, layer in list(model.named_modules()):

@@ -1,4 +1,4 @@
-"""File objects that count what is written. `deepspeed.io` has their names."""
+"""File objects that count what is written. `deepspeed.io` exports them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class MockFileWriter(BaseFileWriter):
 
 @dataclasses.dataclass
 class FastFileWriterConfig:
-    """Options of FastFileWriter. Only the number of writers has an effect: it must be 1."""
+    """Options of FastFileWriter. Only num_parallel_writers is checked: it must be 1."""
 
     dnvme_handle: Any = None
     pinned_tensor: Any = None
@@ -91,7 +91,7 @@ class FastFileWriterConfig:
 class FastFileWriter(BaseFileWriter):
     """Writes a file. It needs neither the handle nor the pinned tensor of its config.
 
-    Raises ConfigError if several ranks write parts of one file.
+    Raises ConfigError if num_parallel_writers is not 1.
     """
 
     def __init__(self, file_path: str, config: FastFileWriterConfig) -> None:

@@ -37,7 +37,7 @@ def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Returns the slots of each host that a filter of --include or --exclude leaves.
+    """Returns, by host, the slots that --include or --exclude leaves.
 
     Raises ValueError, as `penstock run` does, for a wrong filter.
     """
@@ -53,7 +53,7 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> dict[str, list[int]]:
-    """Returns the slots of each host of fetch_hostfile() that --include and --exclude leave."""
+    """Returns, by host, the slots of fetch_hostfile() that --include and --exclude leave."""
     return parse_resource_filter(
         {name: range(slots) for name, slots in resource_pool.items()}, inclusion, exclusion
     )
@@ -77,7 +77,8 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: Sequence[str] | None = None) -> int:
     """Starts the ranks of a script. Returns the exit code.
 
-    Raises ValueError or RuntimeError for options that do not fit each other or this machine.
+    Raises ValueError or RuntimeError for options that contradict each other, or if the launcher
+    cannot run on this machine.
     """
     from penstock.launch import command  # noqa: PLC0415 - importing this module stays cheap
 

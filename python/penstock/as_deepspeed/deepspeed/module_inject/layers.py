@@ -18,7 +18,7 @@ class GatherReplacedLayerParams(GatheredParameters):
     Args:
         params: a parameter, or several.
         module: accepted, without effect.
-        enabled: False to disable it.
+        enabled: False disables the context.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads and writes of tensors in files: the handles of AsyncIOBuilder and PinMemoryBuilder."""
+"""Handles that read and write tensors in files, for AsyncIOBuilder and PinMemoryBuilder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PinMemoryHandle:
         return torch.empty(num_elem, dtype=example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Returns True. The memory ends with the tensor."""
+        """Returns True. The memory is freed with the tensor."""
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -65,7 +65,7 @@ class AioHandle(PinMemoryHandle):
 
     Raises:
         ConfigError: a buffer is not a contiguous tensor on the CPU.
-        OSError, RuntimeFault: a transfer failed; those of async_*() come from wait().
+        OSError, RuntimeFault: a transfer failed; wait() raises the errors of async_*().
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class AioHandle(PinMemoryHandle):
         return lambda: self._options[option]
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Begins to fill the buffer from the file. Call wait() before you use it."""
+        """Begins to fill the buffer from the file. Call wait() before you use the buffer."""
         return self._begin(os.preadv, os.O_RDONLY, buffer, filename, file_offset)
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Begins to write the buffer to the file. Call wait() before you change it."""
+        """Begins to write the buffer to the file. Call wait() before you change the buffer."""
         return self._begin(os.pwritev, os.O_WRONLY | os.O_CREAT, buffer, filename, file_offset)
 
     def _begin(

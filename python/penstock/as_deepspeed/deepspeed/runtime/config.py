@@ -30,7 +30,7 @@ DeepSpeedConfigError = ConfigError
 def as_dict(config: Any) -> dict[str, Any]:
     """Reads a config: a dict, JSON text, a path, or base64 of the text. Comments are allowed.
 
-    Text in HJSON is read if the package hjson is installed.
+    HJSON text is read if the package hjson is installed.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -122,7 +122,8 @@ class DeepSpeedConfig:
         self.dataloader_drop_last = bool(read.get("dataloader_drop_last", False))
 
     def _take_output(self, read: dict[str, Any]) -> None:
-        """Takes what is printed, and the sections that DeepSpeed's engine has as objects."""
+        """Sets the attributes for logging, and the sections that DeepSpeed's engine has as
+        objects."""
         flops = read.get("flops_profiler") or {}
         self.wall_clock_breakdown = bool(
             read.get("wall_clock_breakdown", False) or flops.get("enabled", False)
@@ -155,7 +156,7 @@ class DeepSpeedConfig:
 
 
 def _sequence_ranks(given: Mapping[str, Any], mpu: Any) -> dict[str, int]:
-    """Returns {"sequence_parallel_size": N} from an mpu; {} without sequence ranks in it."""
+    """Returns {"sequence_parallel_size": N} of an mpu; {} if it has no sequence ranks."""
     mesh = (given.get("penstock") or {}).get("mesh") or {}
     if "sequence" in mesh:
         raise ConfigError(
@@ -173,7 +174,7 @@ def _sequence_ranks(given: Mapping[str, Any], mpu: Any) -> dict[str, int]:
 
 
 def _refuse_left_over(keys: list[str]) -> None:
-    """Refuses "auto" where DeepSpeed's arithmetic fails on it."""
+    """Refuses "auto" in keys with which DeepSpeed computes."""
     if keys:
         raise ConfigError(
             f'[deepspeed::initialize] "{keys[0]}" is still "auto": write a '
@@ -183,7 +184,7 @@ def _refuse_left_over(keys: list[str]) -> None:
 
 
 def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
-    """Returns name and parameters of a torch.optim class for which the engine has no kernel."""
+    """Returns name and parameters of a torch.optim class; None if the engine has its kernel."""
     name = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(name, str):
         return None
@@ -194,13 +195,13 @@ def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
     if not issubclass(made, torch.optim.Optimizer) or name == "Muon":  # it needs whole matrices
         return None
     params = section.get("params") or {}
-    _refuse_left_over(
     unknown = sorted(params.keys() - inspect.signature(made).parameters)
     if unknown:
         raise ConfigError(
             f'[deepspeed::initialize] "optimizer.params.{unknown[0]}" is no option of torch.optim.'
             f"{name}; allowed: {', '.join([*inspect.signature(made).parameters][1:])}"
         )
+    _refuse_left_over(
         [f"optimizer.params.{key}" for key, value in params.items() if value == "auto"]
     )
     return name, dict(params)

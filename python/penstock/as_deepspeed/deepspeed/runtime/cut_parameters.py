@@ -18,7 +18,7 @@ from ..utils.bwc import (
 )
 from .config import as_dict
 
-_STYLES = ("own_rows", "own_columns")  # by the dim that is cut
+_STYLES = ("own_rows", "own_columns")  # indexed by the dim that is cut
 
 
 def tensor_ranks_of(mpu: Any) -> int:
@@ -74,11 +74,11 @@ def own_settings(mpu: Any, config: Any) -> dict[str, Any] | None:
 
 
 class CutParameters:
-    """The parameters of a model that a script has cut: each tensor rank built its part.
+    """A model's parameters that the script has cut: each tensor rank has built only its part.
 
     As in DeepSpeed, `param.model_parallel` or `param.tensor_model_parallel` marks them.
-    `param.partition_dim` is the dim that is cut (default: 0), and `param.partition_stride` the
-    number of equal blocks of it that are cut one by one.
+    `param.partition_dim` is the dim that is cut (default: 0). `param.partition_stride` is the
+    number of equal blocks in this dim, each of which is cut.
 
     Args:
         model: a model with this rank's parts.
@@ -119,13 +119,13 @@ class CutParameters:
             own[name] = (tuple(one.shape), told)
         all_of: list[Any] = [None] * self._count
         dist.all_gather_object(all_of, own, group=self._group)
-        for name in dict.fromkeys(name for one in all_of for name in one):  # all ranks raise
+        for name in dict.fromkeys(name for one in all_of for name in one):  # so all ranks raise
             if any(one.get(name) != all_of[0].get(name) for one in all_of):
                 raise ConfigError(
                     f'[deepspeed::initialize] "{name}" differs between tensor ranks: if each has '
                     f"a part of it, set param.model_parallel = True and param.partition_dim, and "
                     f"give all ranks parts of the same shape; otherwise give them the same values "
-                    f"(a buffer with other values can be a plain attribute)"
+                    f"(make a buffer that must differ a plain attribute)"
                 )
 
     def join(self) -> None:
@@ -139,7 +139,7 @@ class CutParameters:
             param.data = torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
 
     def give_back(self) -> None:
-        """Gives the parameters their parts again."""
+        """Cuts the parameters again: each has only this rank's part."""
         for param, dim, stride in self._cut.values():
             blocks = torch.unflatten(param.data, dim, (stride, self._count, -1))
             param.data = blocks.select(dim + 1, self._rank).flatten(dim, dim + 1).clone()

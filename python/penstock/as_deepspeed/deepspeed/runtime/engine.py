@@ -93,7 +93,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         lr_scheduler: stepped after each update; may be replaced.
         training_dataloader: the loader of `training_data`, or None.
         config: the config that was given, as a dict.
-        device: this rank's device of get_accelerator(), where the model trains.
+        device: the device of get_accelerator() on which this rank trains the model.
         global_steps, micro_steps, skipped_steps, global_samples: counts so far.
     """
 
@@ -117,7 +117,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
     ) -> None:
         super().__init__()
         self.mpu = mpu
-        self._parts: CutParameters | None = None  # if the script has cut them itself
+        self._parts: CutParameters | None = None  # the parts that the script has cut itself
         self.device = device_of(args)
         self._config = self._read(config, model)
         self.config = self._config._param_dict
@@ -130,7 +130,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         self._boundary: bool | None = None
         self._managed = self._config.managed_gradient_accumulation
         self._stepping = False
-        self._inside = ""  # the context, no_sync or coalesce_grad_reduction, that is open
+        self._inside = ""  # the open context: no_sync or coalesce_grad_reduction
         self._backwards = 0  # since the last update
         self._frozen: list[torch.nn.Parameter] = []  # parameters that this engine froze
         self._applied = False
@@ -319,10 +319,10 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
             _set_trainable(paused, True)
 
     def _weigh(self, divided_by: float) -> None:
-        """Sets how gradients enter the window from a loss that was divided by `divided_by`.
+        """Sets the weight of gradients from a loss that was divided by `divided_by`.
 
-        A plain `loss.backward()` divides by nothing, so its gradients are weighted at the
-        parameters.
+        A plain `loss.backward()` does not divide the loss, so its gradients are weighted when they
+        reach the parameters.
         """
         if self._reduction == "sum":
             weight = divided_by / self.gradient_accumulation_steps()
@@ -347,7 +347,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         self._losses += 1
         self._backwards += 1
         others = [one for one in _ENGINES if one is not self]
-        for one in others:  # the loss may depend on their parameters too
+        for one in others:  # the loss may depend on these engines' parameters, too
             one._weigh(steps if scale_wrt_gas else one.gradient_accumulation_steps())
         self.native.set_backward_weight(self._summed)
         try:
@@ -424,7 +424,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
             autotuning.after_step(self, self.config["autotuning"])
 
     def _window_loss(self) -> float | None:
-        """Returns the sum of the losses since the last update, as a mean over data ranks.
+        """Returns the losses since the last update, summed, and averaged over data ranks.
 
         Returns None if there is no monitor or the step was skipped.
         """
@@ -467,8 +467,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the window.
 
-        As in DeepSpeed it has no effect with ZeRO-2 and 3, where a loop may call it for each
-        micro-batch.
+        As in DeepSpeed, the call has no effect with ZeRO-2 and 3, where loops may make it after
+        each micro-batch.
         """
         if self._config.zero_optimization_stage < 2:
             self.native.zero_grad()

@@ -1,8 +1,8 @@
 """Checkpoints with DeepSpeed's folder layout: DIR/latest, DIR/TAG/, DIR/zero_to_fp32.py.
 
 DIR/TAG holds a Penstock checkpoint (docs/formats.md). It is complete or absent, and loads on any
-number of ranks. It also has files with DeepSpeed's names, for programs that expect them; these
-describe the run and, if ranks hold whole weights, have the weights in their compute dtype.
+number of ranks. Files with DeepSpeed's names, for programs that expect them, describe the run and,
+if ranks hold whole weights, contain the weights in their compute dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..comm.comm import get_rank, get_world_size
 from ..git_version_info import version
 from ..utils.logging import log_dist, logger
 
-_OURS = "deepspeed"  # the key in client_state with this module's data
+_OURS = "deepspeed"  # the key in client_state for this module's data
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -46,7 +46,7 @@ def _pickled(value: Any) -> str:
 
 
 def _unpickled(text: str) -> Any:
-    # As in DeepSpeed: a client_state may have any object, so load only checkpoints that you trust.
+    # As in DeepSpeed, a client_state may hold any object, so load only checkpoints you trust.
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)
 
 
@@ -56,7 +56,7 @@ def _barrier() -> None:
 
 
 def _of_ranks(text: Any) -> list[Any]:
-    """Gathers the values of all ranks, by rank; returns only one if all are equal."""
+    """Gathers the values of all ranks, by rank; if all are equal, returns a list of one."""
     if get_world_size() == 1:
         return [text]
     all_texts: list[Any] = [None] * get_world_size()
@@ -133,7 +133,7 @@ class EngineCheckpoints:
         self.native.save(root, name, client_state=client, frozen=not exclude_frozen_parameters)
         _together(lambda: self._write_names(root / name, exclude_frozen_parameters))
         if get_rank() == 0:
-            self._set_latest(root, name if save_latest else before)  # without an end of line
+            self._set_latest(root, name if save_latest else before)  # the file has no newline
             self._copy_scripts(root)
         _barrier()
         log_dist(f"saved {root / name}", ranks=[0])
@@ -143,7 +143,7 @@ class EngineCheckpoints:
         return self._config._values.get("checkpoint", {}).get(key, default)
 
     def _one_tag(self, name: str) -> str:
-        """Returns rank 0's tag, after the check that "checkpoint.tag_validation" asks for."""
+        """Returns rank 0's tag, after the check that "checkpoint.tag_validation" selects."""
         names = _of_ranks(name)
         if len(names) == 1:
             return name
@@ -178,7 +178,7 @@ class EngineCheckpoints:
             (root / name).chmod(0o755)
 
     def _write_names(self, folder: pathlib.Path, trained_only: bool) -> None:
-        """Writes the files with DeepSpeed's names. Below stage 3, rank 0's has the weights."""
+        """Writes the files with DeepSpeed's names. Below stage 3, rank 0's file has the weights."""
         stage, bf16 = self._config.zero_optimization_stage, self._config.bfloat16_enabled
         module = None
         mesh = self.native.config.mesh
@@ -228,8 +228,8 @@ class EngineCheckpoints:
                 `latest_universal` if "checkpoint.load_universal" is true. A checkpoint that
                 DeepSpeed wrote is converted first, to TAG.penstock beside it.
             load_module_strict: False: parameters that do not train keep their values if the
-                checkpoint lacks them. If only weights are loaded, so do all others, and weights
-                that the model lacks are ignored.
+                checkpoint lacks them. If only weights are loaded, so do all other parameters, and
+                weights that the model lacks are ignored.
             load_optimizer_states: also load masters, moments and counts.
             load_lr_scheduler_states: also load the scheduler's state.
             load_module_only: load only the weights.
@@ -281,7 +281,7 @@ class EngineCheckpoints:
         return decode(json.loads(_penstock.CheckpointReader(str(root), name).front)["client_state"])
 
     def _take_converted(self, path: pathlib.Path, scheduler: bool) -> None:
-        """Takes the counts and the scheduler's state of a checkpoint of another program."""
+        """Restores the counts and the scheduler's state from another program's checkpoint."""
         found = _penstock.CheckpointReader(str(path), "")
         kept, state = json.loads(found.front).get("scheduler"), json.loads(found.state)
         self.skipped_steps = state["skipped"]
@@ -291,7 +291,7 @@ class EngineCheckpoints:
             self.lr_scheduler.load_state_dict(decode(kept["state"]))
 
     def _chosen(self, root: pathlib.Path, tag: str | None) -> str | None:
-        """Returns the checkpoint's name as seen by rank 0; None if there is no `latest`."""
+        """Returns the checkpoint's name as rank 0 sees it; None if there is no `latest`."""
         universal_only = tag is None and bool(self._setting("load_universal", False))
         latest = "latest_universal" if universal_only else "latest"
         name = str(tag) if tag is not None else self._latest(root, latest)
@@ -394,7 +394,7 @@ class EngineCheckpoints:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Returns the model's state_dict(). Its sharded parameters raise when they are read."""
+        """Returns the model's state_dict(), with empty tensors for sharded parameters."""
         state: dict[str, Any] = self._model.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )

@@ -144,7 +144,7 @@ _GETTERS: dict[str, Callable[[Any], Any]] = {
 
 
 class EngineSettings:
-    """The part of DeepSpeedEngine with the settings."""
+    """The part of DeepSpeedEngine that returns or changes settings."""
 
     _config: Any
     native: Any
@@ -167,7 +167,7 @@ class EngineSettings:
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes gradient_accumulation_steps to reach this batch size, at once.
+        """Changes gradient_accumulation_steps, at once, so that a step has this batch size.
 
         Call it between accumulation windows. Raises ConfigError if the size is not a multiple of
         micro-batch size times data ranks.
@@ -207,11 +207,11 @@ class EngineSettings:
         return self._of_groups("lr")
 
     def get_type(self) -> list[Any]:
-        """Returns the type of each parameter group, or 0.0."""
+        """Returns the option "type" of each parameter group; 0.0 for a group without it."""
         return self._of_groups("type")
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Returns the times of the last step in milliseconds, with wall_clock_breakdown."""
+        """Returns the times of the last step in milliseconds, if wall_clock_breakdown is set."""
         times: dict[str, float] = self._clock.cache
         return times
 
@@ -220,7 +220,7 @@ class EngineSettings:
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        """Returns the momentum (of the config's SGD and RMSprop) or the betas of each group."""
+        """Returns the betas of each group; for the config's SGD and RMSprop, the momentum."""
         by_momentum = self.optimizer_name() in ("sgd", "rmsprop")
         return self._of_groups("momentum" if by_momentum else "betas")
 

@@ -23,7 +23,7 @@ from ..utils.logging import set_log_level_from_string
 from .base_optimizer import ZeROOptimizer
 from .config import DeepSpeedConfig
 
-# Keys without effect in a penstock.Engine that this engine implements; "x." for a section.
+# Keys that have no effect in penstock.Engine, but here; "x." stands for the section x.
 _TAKEN_HERE = (
     "steps_per_print", "dataloader_drop_last", "fp16.auto_cast", "wall_clock_breakdown",
     "memory_breakdown", "dump_state", "log_level", "flops_profiler.", "comms_logger.",
@@ -31,7 +31,7 @@ _TAKEN_HERE = (
     "checkpoint.tag_validation", "checkpoint.load_universal",
 )  # fmt: skip
 _HALF = ("fp16", "float16", "half", "torch.float16")
-# The classes that DeepSpeed's ZeRO knows.
+# The optimizers that DeepSpeed has tested with ZeRO.
 _TESTED = (
     torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad,
     DeepSpeedCPULion, FusedAdam, FusedLion,
@@ -54,7 +54,7 @@ def warn_of(translated: Any) -> None:
 
 
 def _check_tested(config: DeepSpeedConfig, kind: type) -> None:
-    """Refuses other classes if the config says so; without the key all elementwise ones train."""
+    """Refuses untested classes if the config says so; by default all elementwise ones train."""
     allowed = config._values.get("zero_allow_untested_optimizer", True)
     if config.zero_enabled and not allowed and kind not in _TESTED:
         raise DeepSpeedRefusal(
@@ -133,7 +133,7 @@ def device_of(args: Any) -> torch.device:
 
 
 def check_device(engine: Any, mesh: Any) -> None:
-    """Refuses ranks that can exchange host memory only, if the model trains on a device."""
+    """Refuses tensor ranks, stages and sequence ranks if the model trains on a device."""
     sizes = {
         "tensor ranks": mesh.get("tensor", 1),
         "pipeline stages": mesh.get("pipeline", 1),
@@ -148,7 +148,7 @@ def check_device(engine: Any, mesh: Any) -> None:
 
 
 def check_arguments(engine: Any, reduction: str) -> None:
-    """Refuses what DeepSpeed refuses, and sums of gradients that a pipeline does not have."""
+    """Refuses what DeepSpeed refuses, and summed gradients in a pipeline."""
     is_made = isinstance(engine.client_lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
     if is_made and not isinstance(engine.client_optimizer, torch.optim.Optimizer):
         raise DeepSpeedRefusal(
@@ -170,7 +170,7 @@ def check_arguments(engine: Any, reduction: str) -> None:
 
 
 def say_setup(engine: Any) -> None:
-    """Does what dump_state, log_level and comms_logger ask for."""
+    """Applies the keys dump_state, log_level and comms_logger."""
     if engine._config.log_level is not None:
         set_log_level_from_string(engine._config.log_level)
     if engine._config.comms_logger.enabled:

@@ -1,4 +1,4 @@
-"""The part of the engine that says where accumulation windows end."""
+"""The part of the engine that determines when accumulation windows end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _need_managed(managed: bool, name: str) -> None:
 
 
 class EngineWindows:
-    """The part of DeepSpeedEngine with the boundaries of windows."""
+    """The part of DeepSpeedEngine that sets the ends of accumulation windows."""
 
     _config: Any
     _boundary: bool | None

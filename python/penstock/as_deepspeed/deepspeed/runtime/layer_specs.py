@@ -56,7 +56,7 @@ def rules_of(model: torch.nn.Module, section: Mapping[str, Any], tensor: int) ->
 
 
 def _others(model: torch.nn.Module, rules: Rules, known: Rules) -> Rules:
-    """Returns the model's own rules that match a name which the specs do not cover."""
+    """Returns the model's own rules for names that the specs do not cover."""
     left = [name for name, _ in model.named_modules() if name not in rules]
     left += [name for name, _ in model.named_parameters()]
     left += list(parallel_plans.attributes(model))
@@ -146,8 +146,8 @@ def _agreed(name: str, style: str, known: Rules) -> str:
     if style.startswith("column") and own.startswith("column:") and style != own:
         raise ConfigError(
             f'[deepspeed::initialize] "tensor_parallel.partition_config" gives "{name}" the style '
-            f'"{style}", but its output has several parts, and this model wants "{own}": set '
-            f"shape, or drop the spec"
+            f'"{style}", but its output has several parts, so this model needs "{own}": add '
+            f'the key "shape" to the spec, or remove the spec'
         )
     return style
 

@@ -44,8 +44,8 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Prints the memory of rank 0's accelerator and of its host, if `force` is set.
 
-    MA is what tensors occupy, CA what torch's allocator has. On a CPU both are the resident memory
-    of the process.
+    MA is the memory that tensors occupy, CA what torch's allocator holds. On a CPU both are the
+    resident memory of the process.
     """
     if not force or int(os.environ.get("RANK", "0")) != 0:
         return
@@ -123,7 +123,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if len(weights) <= num_parts:
         return [min(part, len(weights)) for part in range(num_parts + 1)]
     sums = [0.0, *itertools.accumulate(weights)]
-    # By the number of items: cost, largest and smallest sum of the parts so far, and their bounds.
+    # For each number of items: cost, largest and smallest sum, and bounds of the parts so far.
     best: dict[int, tuple[float, float, float, list[int]]] = {0: (0.0, 0.0, math.inf, [0])}
     for part in range(1, num_parts + 1):
         longer = {}
@@ -160,7 +160,7 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = "cpu"
     ) -> PartitionedTensor:
-        """Makes it from what to_meta() and data() return, with the full tensor on `device`."""
+        """Makes one from results of to_meta() and data(). full() puts the tensor on `device`."""
         num_dims, *rest = meta.tolist()
         num_parts, rank, *partition = rest[num_dims:]
         made = cls(torch.empty(0), group)
@@ -199,7 +199,7 @@ class PartitionedTensor:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Returns how many parameters the backward that is running reaches. Call it in a hook."""
+    """Returns how many parameters the running backward reaches. Call it in a hook."""
     if torch._C._current_graph_task_id() == -1:
         raise ConfigError("[deepspeed::count_used_parameters_in_backward] no backward is running")
     with torch.enable_grad():

@@ -97,7 +97,7 @@ class DistributedAttention(torch.nn.Module):
         scatter_idx: must be 2, the dim of heads.
         gather_idx: 0 or 1, without effect: forward()'s `batch_dim_idx` sets the dim of tokens.
         sp_stream: accepted, without effect: copies do not overlap with compute.
-        num_kv_heads: the number of key and value heads; default: the key's.
+        num_kv_heads: the number of key and value heads; default: the heads in `key`.
 
     Raises:
         ConfigError: scatter_idx or gather_idx is wrong.
@@ -156,8 +156,8 @@ class DistributedAttention(torch.nn.Module):
         if query.dim() != 4 or groups < ranks or query.shape[_HEADS] % groups:
             self._fail(
                 f"queries are {list(query.shape)}, with {groups} key and value heads on {ranks} "
-                f"ranks; allowed: four dims, at least as many key and value heads as ranks, and a "
-                f"multiple of them as query heads"
+                f"ranks; allowed: four dims, at least as many key and value heads as ranks, and "
+                f"query heads whose number is a multiple of these"
             )
         parts = [
             to_heads(one, self.spg, self._heads(one, groups, ranks), dim)

@@ -15,7 +15,7 @@ from .. import _missing_name
 from ..comm.comm import get_rank, get_world_size
 
 mpu: Any = None  # grid of the last open engine with a pipeline, tensor or sequence ranks
-_opened: list[Any] = []  # grids of all open engines with one
+_opened: list[Any] = []  # the grids of all open engines that have one
 
 
 def _open(engine: Any, grid: Any) -> Callable[[], Any]:
@@ -58,7 +58,7 @@ def _own_samples() -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """Returns the group of ranks with different samples from this rank's."""
+    """Returns the group of data ranks, each of which has its own samples."""
     return _said("get_data_parallel_group", _all)
 
 
@@ -132,8 +132,8 @@ def _get_expert_parallel_ranks(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Returns the groups of expert ranks, and those of ranks with the same experts.
 
-    Ranks are numbered by stage, then data rank, then tensor rank. Experts divide neighbouring data
-    ranks, or with use_data_before_expert_parallel_ those that are far apart.
+    Ranks are numbered by stage, then data rank, then tensor rank. Experts are divided among
+    neighbouring data ranks, or, with use_data_before_expert_parallel_, among ranks far apart.
     """
     stage, left = divmod(world_size, pipeline_parallel_size_)
     data, more = divmod(stage, tensor_parallel_size_)

@@ -1,4 +1,4 @@
-"""Lists of cores, as --bind_core_list has them."""
+"""Reads lists of cores in the form of --bind_core_list."""
 
 from penstock.launch.layout import parse_numbers
 

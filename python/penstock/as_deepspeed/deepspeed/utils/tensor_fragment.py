@@ -110,7 +110,7 @@ def safe_update_full_grad_vectorized(
     param_list: Iterable[torch.nn.Parameter],
     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replaces each gradient by `update_func(gradient, parameter)`, except of frozen parameters."""
+    """Replaces the gradient of each parameter that trains by `update_func(gradient, parameter)`."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:

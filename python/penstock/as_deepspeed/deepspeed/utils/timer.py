@@ -44,7 +44,7 @@ class SynchronizedWallClockTimer:
             self._spent.clear()
 
         def elapsed(self, reset: bool = True) -> float:
-            """Returns the time so far. A timer that runs goes on."""
+            """Returns the time so far. A running timer keeps running."""
             runs = self.started_
             if runs:
                 self.stop()

@@ -22,7 +22,7 @@ def _numbers(version: object) -> tuple[int, ...]:
 
 
 def required_torch_version(min_version: object = None, max_version: object = None) -> bool:
-    """Whether torch's release is in the range. Both bounds belong to it."""
+    """Whether torch's release is in the range, bounds included."""
     if not min_version and not max_version:
         raise ConfigError("[deepspeed::required_torch_version] give min_version or max_version")
     has = _numbers(torch.__version__)

@@ -1,4 +1,4 @@
-"""Marks for modules to gather as a whole. They have no effect, since the engine gathers blocks."""
+"""Marks of modules that DeepSpeed gathers as a whole. Here they have no effect."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: torch.nn.Module, leaf_module_classes: Iterable[Any], raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
-    """Unmarks the modules of these classes and returns them. Raises as set_z3_leaf_modules()."""
+    """Unmarks the modules of these classes and returns them. Raises ValueError if none exist."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -74,7 +74,7 @@ def _mark_names(
     raises: bool,
     fits: Callable[[str, str], bool],
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Marks modules. Returns them, and the wanted names without one."""
+    """Marks modules. Returns the modules, and the names that match none."""
     found: dict[torch.nn.Module, None] = {}
     missing = []
     for one in wanted:
@@ -94,9 +94,9 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Marks the modules with these names. Returns them and the names without a module.
+    """Marks the modules with these names. Returns the modules, and the names that match none.
 
-    Raises ValueError if there are such names.
+    Raises ValueError for such names, unless `raise_if_not_found` is False.
     """
     return _mark_names(model, module_names, flag, raise_if_not_found, str.__eq__)
 
@@ -107,9 +107,9 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Marks modules whose names have these suffixes. Returns them and the unmatched suffixes.
+    """Marks modules whose names have these suffixes. Returns the modules, and unmatched suffixes.
 
-    Raises ValueError if there are such suffixes.
+    Raises ValueError for such suffixes, unless `raise_if_not_found` is False.
     """
     return _mark_names(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 

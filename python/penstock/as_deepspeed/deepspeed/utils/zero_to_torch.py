@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the whole weights of a checkpoint of deepspeed.initialize()'s engine in a given dtype.
+"""Writes the weights of a checkpoint that an engine of deepspeed.initialize() saved, in one dtype.
 
 Usage: zero_to_torch.py CHECKPOINTS OUT --dtype bf16
 """

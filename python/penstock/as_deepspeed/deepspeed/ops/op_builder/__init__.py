@@ -41,7 +41,7 @@ def _builder(kind: str, name: str, there: bool = False, **loaded: Any) -> type[O
 
     Args:
         there: whether the engine has an equivalent kernel.
-        loaded: what load() returns, by name; without it load() raises ConfigError.
+        loaded: the attributes of load()'s result; without any, load() raises ConfigError.
     """
     body: dict[str, Any] = {"NAME": name, "COMPATIBLE": there}
     if loaded:

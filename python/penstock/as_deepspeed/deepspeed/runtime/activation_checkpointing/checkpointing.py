@@ -17,7 +17,7 @@ from ...utils.bwc import bwc_tensor_model_parallel_rank
 from ...utils.logging import logger
 from ..config import as_dict
 
-mpu: Any = None  # of the last configure(), for the ranks' seeds
+mpu: Any = None  # from the last configure(), for the ranks' seeds
 _configured = False
 
 
@@ -31,7 +31,7 @@ def configure(  # noqa: PLR0913 - DeepSpeed's signature
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Sets the mpu whose tensor ranks draw different numbers (model_parallel_cuda_manual_seed()).
+    """Sets the mpu whose tensor ranks get different seeds (model_parallel_cuda_manual_seed()).
 
     Saved inputs stay whole on their device: the other arguments have no effect, and a warning lists
     those that are set. The native keys offload.activations and activations.checkpoint change this.
@@ -95,7 +95,7 @@ def _as_before(function: Callable[..., Any]) -> Callable[..., Any]:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs `function` and saves only its inputs; backward runs it again.
 
-    Returns a tuple for a list or tuple of outputs, but the output itself if it is the only one.
+    Returns a list or tuple of outputs as a tuple, and a single output as itself.
     """
     return _checkpoint(True, function, args, kwargs)
 
@@ -129,7 +129,7 @@ class CheckpointFunction:
 
 
 class CudaRNGStatesTracker:
-    """Random generators by name, for layers that must draw equal or different values on ranks."""
+    """Random generators by name, for layers that must draw equal, or different, values on ranks."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -158,7 +158,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Makes torch draw from that generator inside the context."""
+        """Makes torch draw from the generator with this name inside the context."""
         if name not in self.states_:
             raise ConfigError(f"[deepspeed::checkpointing] there is no generator {name!r}")
         before = torch.get_rng_state()

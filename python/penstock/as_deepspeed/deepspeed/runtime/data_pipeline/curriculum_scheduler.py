@@ -72,7 +72,7 @@ class CurriculumScheduler:
         return self._rounded(global_steps, options.get("root_degree", 1))
 
     def _rounded(self, step: int, degree: float) -> Any:
-        """Grows with a root of the step, in multiples of difficulty_step."""
+        """Returns a difficulty that grows with a root of the step, by difficulty_step."""
         options, low = self.state["schedule_config"], self.state["min_difficulty"]
         high, unit = self.state["max_difficulty"], options["difficulty_step"]
         share = (step / options["total_curriculum_step"]) ** (1.0 / degree)
@@ -80,7 +80,7 @@ class CurriculumScheduler:
         return min(high, max(reached, math.ceil(low / unit) * unit))
 
     def update_difficulty(self, global_steps: int) -> Any:
-        """Sets and returns the current difficulty, which stays once it is the highest."""
+        """Sets and returns the current difficulty, which stays constant once it is the highest."""
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.state["current_difficulty"]

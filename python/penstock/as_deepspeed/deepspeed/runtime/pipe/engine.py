@@ -28,13 +28,14 @@ from ..engine_settings import ROUTE_TRAIN
 from .module import PipelineError, PipelineModule
 
 # Keys of the config section "pipeline" without effect. The first three have none in DeepSpeed
-# either: the PipelineModule has its own. The engine recomputes in its own way (use_reentrant).
+# either, because the PipelineModule sets these values. The engine recomputes without torch's
+# checkpoint(), so use_reentrant has none.
 _UNUSED = ("stages", "partition", "seed_layers", "pipe_partitioned", "grad_partitioned",
            "use_reentrant")  # fmt: skip
 
 
 class _NoUnit:
-    """Stands for the engine where a layer is recomputed that is not one of its recomputed units."""
+    """The `recomputation` of a recomputed layer that is not a unit of the engine."""
 
     moves_inputs = False
 
@@ -210,8 +211,8 @@ class PipelineEngine(DeepSpeedEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Sets fn(batch) -> (inputs, labels), which is called on each item of the iterator.
 
-        Without an iterator it is called on None, for ranks to which another tensor rank sends the
-        batch.
+        Without an iterator, fn is called on None, for ranks that receive the batch from another
+        tensor rank.
         """
         self.batch_fn = fn
 
@@ -225,7 +226,7 @@ class PipelineEngine(DeepSpeedEngine):
             raise ConfigError(
                 f"[deepspeed::train_batch] the data iterator is a {type(iterator).__name__}: the "
                 f"first and the last stage need an iterator, iter(loader). Or use training_data, "
-                f"set_dataloader(), or set_batch_fn() with a function of None"
+                f"set_dataloader(), or set_batch_fn() with a function that accepts None"
             )
         assert iterator is not None
         return map(self._micro_batch, iterator)
@@ -304,16 +305,16 @@ class PipelineEngine(DeepSpeedEngine):
         Args:
             data_iter: the source of micro-batches, as in train_batch().
             return_logits: also return the outputs of the last micro-batch.
-            compute_loss: reduce and return losses; False: outputs, a tensor or a tuple of tensors
-                each.
+            compute_loss: reduce and return the losses; False: the outputs, each a tensor or a tuple
+                of tensors.
             reduce_output: "avg": the mean over micro-batches and data ranks; None: a list with
                 this data rank's value of each micro-batch.
             bcast_loss: return a mean loss on every rank, not only on the last stage.
             num_micro_batches: default: as many as a batch has.
 
         Returns:
-            The mean or the list. It is None on other stages than the last, unless it is a mean loss
-            with `bcast_loss`. With `return_logits` a pair of this and the outputs (None on other
+            The mean or the list. On stages other than the last it is None, except a mean loss with
+            `bcast_loss`. With `return_logits`, a pair of this result and the outputs (None on other
             stages).
 
         Raises:
@@ -344,7 +345,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (made, logits) if return_logits else made
 
     def _mean(self, outputs: list[Any]) -> Any:
-        """Returns the mean over micro-batches and data ranks of tensors, or of their tuples."""
+        """Returns the mean of tensors, or tuples of tensors, over micro-batches and data ranks."""
         if not isinstance(outputs[0], torch.Tensor):
             return [self._mean(list(parts)) for parts in zip(*outputs, strict=True)]
         mean = torch.stack(outputs).mean(0)
@@ -424,8 +425,8 @@ def _check_eval(compute_loss: bool, reduce_output: str | None, bcast_loss: bool)
 def _same(call: str, given: int, now: int) -> None:
     if given != now:
         raise PipelineError(
-            f"[deepspeed::{call}] it is {now} from initialize() on and cannot change to {given}"
-            f", since the pipeline's schedule has a fixed number of micro-batches"
+            f"[deepspeed::{call}] initialize() has fixed the value at {now}; it cannot change to "
+            f"{given}, since the pipeline's schedule has a fixed number of micro-batches"
         )
 
 
@@ -454,7 +455,7 @@ def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:
     unknown = section.keys() - {*_UNUSED, "activation_checkpoint_interval"}
     if unknown:
         raise ConfigError(
-            f'[deepspeed::initialize] "pipeline.{min(unknown)}" is no key; allowed: '
+            f'[deepspeed::initialize] "pipeline.{min(unknown)}" is not a key; allowed: '
             f"activation_checkpoint_interval, {', '.join(_UNUSED)}"
         )
     known = {"stages": model.num_stages, "partition": "best", "seed_layers": model.seed_layers}

@@ -30,7 +30,7 @@ _KNOWN = (
     torch.utils.checkpoint.checkpoint,
 )
 
-_MARKS = (bool, int, float, str)  # attributes of a parameter that all ranks take over
+_MARKS = (bool, int, float, str)  # types of parameter attributes that all ranks copy
 
 
 class PipelineError(ConfigError):  # type: ignore[misc]
@@ -48,7 +48,7 @@ class _AllLayers(pipeline_layers.PipelineLayers):
 
     @property
     def tied(self) -> dict[str, nn.Module]:
-        """The first module of each key."""
+        """The first module with each key."""
         return self._tied
 
     def forward(self, forward_input: Any) -> Any:
@@ -69,8 +69,8 @@ class PipelineModule(nn.Module):
     """A list of layers for `initialize()`, which returns a PipelineEngine. All ranks create it.
 
     Every rank builds the whole model, `whole`. The module itself has the layers of this rank's
-    stage, as in DeepSpeed: "INDEX", or "tied_modules.KEY" for a TiedLayerSpec. The output of a
-    layer, a tensor or a tuple, is the only argument of the next layer.
+    stage, under DeepSpeed's names: "INDEX", or "tied_modules.KEY" for a TiedLayerSpec. The output
+    of a layer, a tensor or a tuple, is the only argument of the next layer.
 
     Args:
         layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
@@ -78,22 +78,22 @@ class PipelineModule(nn.Module):
         topology: instead of num_stages: axes "pipe", "data" and "model" (tensor ranks), in this
             order. Over the axis "model" layers cut their own parameters (docs/deepspeed.md).
         loss_fn: loss_fn(outputs, labels) -> []; default: the last layer returns the loss.
-        seed_layers: seed before each layer is built and before it runs.
-        seed_fn: seed_fn(seed) seeds; default: seeds Python, NumPy and torch.
+        seed_layers: whether to set the seed before each layer is built, and before it runs.
+        seed_fn: called as seed_fn(seed); default: seeds Python, NumPy and torch.
         base_seed: the first seed.
         partition_method: "parameters", "uniform" or "type:REGEX".
         activation_checkpoint_interval: if above 0, each layer with parameters is recomputed in
             backward.
-        activation_checkpoint_func: must be DeepSpeed's or torch's function; the engine recomputes
-            without it.
+        activation_checkpoint_func: must be DeepSpeed's or torch's function, which the engine does
+            not call.
         checkpointable_layers: names of the classes of layers that are recomputed; default: all
             layers with parameters.
         dynamic_shape: accepted, without effect: shapes may always change.
 
     Attributes:
-        parts: num_stages + 1 bounds of the stages' layers.
+        parts: the num_stages + 1 bounds of the stages, as layer indices.
         forward_funcs: the layers of this rank's stage.
-        tied_modules: the modules of TiedLayerSpec in this rank's stage by key.
+        tied_modules: the modules of this stage's TiedLayerSpecs, by key.
 
     Raises:
         ConfigError: an argument is wrong or not supported.
@@ -127,7 +127,7 @@ class PipelineModule(nn.Module):
         self.num_stages = topology.get_dim("pipe")
         seed = self.seed_fn if seed_layers else None
         made = _AllLayers(layers, self.num_stages, partition_method, seed, base_seed)
-        # Hidden from nn.Module.
+        # In a tuple, so that nn.Module does not register them.
         self._hidden: tuple[_AllLayers, _Loss | None] = (made, _checked_loss(loss_fn))
         self.dynamic_shape = dynamic_shape
         self._grid = PipelineParallelGrid(topology)
@@ -178,7 +178,7 @@ class PipelineModule(nn.Module):
         self._check_checkpointing()
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Returns losses by name that are only reported, or None. Subclasses override it."""
+        """Returns losses by name that are only reported, or None. Subclasses may override this."""
         return None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -237,9 +237,9 @@ class PipelineModule(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def take_from_owners(self) -> None:
-        """Gives other stages' layers the values, dtypes and attributes that they have there.
+        """Copies each layer's values, dtypes and attributes from the ranks of its stage.
 
-        All ranks call it. Raises ConfigError if a layer has other tensors there.
+        All ranks call it. Raises ConfigError if not all stages have the same tensors.
         """
         whole = {id(one) for one in self.whole.parameters()}
         outside = [name for name, one in self.named_parameters() if id(one) not in whole]
@@ -263,7 +263,7 @@ class PipelineModule(nn.Module):
                 _broadcast(one, self._grid.stage_to_global(stage), self._grid.pp_proc_group)
 
     def complete_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adds other stages' parameters to the groups that have them there. All ranks call it."""
+        """Adds other stages' parameters to the groups with the same index. All ranks call it."""
         names = {param: name for name, param in self.whole.named_parameters()}
         groups = optimizer.param_groups
         own = {names.get(one): at for at, group in enumerate(groups) for one in group["params"]}
@@ -325,7 +325,7 @@ def _about(one: torch.Tensor) -> dict[str, Any]:
 
 
 def _take(one: torch.Tensor, about: dict[str, Any]) -> None:
-    """Makes a tensor like the one that `about` describes, but for the values."""
+    """Gives a tensor the shape, dtype and attributes in `about`, but no values."""
     if not about["waits"] and (tuple(one.shape), one.dtype) != (about["shape"], about["dtype"]):
         one.data = torch.empty(about["shape"], dtype=about["dtype"], device=one.device)
     one.requires_grad_(about["trains"])

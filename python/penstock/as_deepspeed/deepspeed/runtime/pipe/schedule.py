@@ -1,5 +1,5 @@
-"""Schedules of pipeline stages as values. A script can list and compare them; the engine plans its
-own (`PipelineModule`, `engine.train_batch()`), with the same order of forwards and backwards."""
+"""Schedules of pipeline stages as values. A script can list and compare them. The engine makes
+its own plans, with the same order of forwards and backwards."""
 
 from __future__ import annotations
 

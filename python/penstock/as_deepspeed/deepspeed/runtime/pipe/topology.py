@@ -89,7 +89,8 @@ class ProcessTopology:
         """Returns a rank's coordinates as a named tuple."""
         if not 0 <= rank < len(self._places):
             raise ConfigError(
-                f"[deepspeed::get_coord] rank is {rank}, but the topology has {len(self._places)}"
+                f"[deepspeed::get_coord] rank is {rank}, but the topology has {len(self._places)} "
+                f"ranks, counted from 0"
             )
         return self._places[rank]
 
@@ -141,7 +142,7 @@ class PipelineParallelGrid:
 
     Args:
         topology: a topology with axes among "pipe", "data" and "model"; default: only data ranks.
-        process_group: accepted, without effect: it always has all ranks.
+        process_group: accepted, without effect: the grid always has all ranks.
 
     Raises ConfigError if the topology has another number of ranks than the run.
     """
@@ -192,7 +193,7 @@ class PipelineParallelGrid:
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Returns the rank of another stage with otherwise the same coordinates."""
+        """Returns the rank at a stage. Coordinates that are not given are this rank's."""
         place = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**place, **kwargs, "pipe": stage_id})
 

@@ -1,5 +1,5 @@
-"""Functions of long sequences in parts: a part's activations exist only while it is computed
-(arXiv:2506.13996). Backward computes each part again."""
+"""Computes functions of long sequences in parts, so that only one part's activations exist at
+a time (arXiv:2506.13996). Backward computes each part again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def sequence_tiled_compute(  # noqa: PLR0913 - DeepSpeed's signature
         output_unshard_dimension: the dim along which outputs are joined; 0: outputs are losses, [].
         output_reduction: None, "mean" or "sum" of the joined outputs.
 
-    Raises ConfigError for another output_reduction, or a tensor with another size of dim 1.
+    Raises ConfigError for other values of output_reduction, or if dim 1 of a tensor is not seqlen.
     """
     shapes = {key: tuple(one.shape) for key, one in kwargs_to_shard.items()}
     unlike = {key: one for key, one in shapes.items() if one[1:2] != (seqlen,)}
@@ -98,7 +98,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """`apply()` calls a loss function on parts of the tokens, so that not all logits exist."""
+    """`apply()` calls a loss function on parts of the tokens; not all logits exist at once."""
 
     @staticmethod
     def apply(  # noqa: PLR0913 - DeepSpeed's signature
@@ -114,7 +114,8 @@ class TiledFusedLogitsLoss:
         """Returns the mean or the sum of the parts' losses, [].
 
         Args:
-            fn: fn(module, part of x, part of y) -> []; with a mask its part is a fourth argument.
+            fn: fn(module, part of x, part of y) -> []; if a mask is given, a fourth argument is its
+                part.
             module: passed to fn.
             x, y: [batch, tokens, ...]. Parts are [part of batch * tokens, ...].
             mask: [batch, tokens] or None.

@@ -17,7 +17,8 @@ def live(model: torch.nn.Module, num_ranks: int) -> None:
 def cold(total: int, largest_layer: int, num_ranks: int) -> None:
     """Prints the estimate for numbers of parameters.
 
-    Per parameter it counts 2 bytes for the weight, 2 for the gradient, 12 for master and moments.
+    The estimate counts, per parameter, 2 bytes for the weight, 2 for the gradient, and 12 for the
+    master and the moments.
     """
     print(
         f"Memory for parameters, gradients and optimizer state of {total / 1e6:.0f}M parameters, "

@@ -21,7 +21,7 @@ OffloadStateTypeEnum, _Device = _enums.OffloadStateTypeEnum, _enums.OffloadDevic
 
 
 def _at(engine: Any) -> torch.device:
-    """Returns where the engine's states are, if all are in host memory; raises ConfigError else."""
+    """Returns the device of the engine's states. Raises ConfigError if it is not the CPU."""
     device = torch.device(engine.device)
     if device.type != "cpu":
         raise ConfigError(
@@ -56,6 +56,6 @@ def check_offload(engine: Any, include: Iterable[Any] | None, device: Any) -> No
 
 
 def get_state_devices(model: Any, state: Any) -> set[torch.device]:
-    """Returns the devices on which an engine's states of this type are."""
+    """Returns the devices that hold an engine's states of this type."""
     OffloadStateTypeEnum(state)
     return {_at(model)}

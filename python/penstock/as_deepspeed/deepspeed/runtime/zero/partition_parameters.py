@@ -77,7 +77,7 @@ _open: dict[int, list[Any]] = {}
 
 
 def _all_gather(param: Any, param_list: Any = None, **_: Any) -> None:
-    """Gathers the parameter until partition()."""
+    """Gathers the parameter; partition() releases it."""
     chosen = [param] if param_list is None else list(param_list)
     context = GatheredParameters(chosen)
     context.__enter__()
@@ -111,7 +111,7 @@ _METHODS: dict[str, Any] = {
 
 
 def _nvme_path(config: Any) -> str:
-    """Returns the folder for parameters on disk in a config; "" if they are not on disk."""
+    """Returns a config's folder for parameters on disk; "" if they are not on disk."""
     section = (config.get("zero_optimization") or {}) if config else {}
     offload = section.get("offload_param") or {} if isinstance(section, dict) else {}
     return str(offload.get("nvme_path") or "") if offload.get("device") == "nvme" else ""
@@ -132,7 +132,7 @@ def _check_place(device: str | None, path: str) -> None:
 
 
 def _check_groups(data: Any, sequence_data: Any) -> None:
-    """Refuses groups of fewer ranks than there are, by argument or by the launcher's."""
+    """Refuses a group of fewer ranks than the run has, and a run of fewer than were launched."""
     if data is not None and sequence_data is not None:
         _refuse("sequence_data_parallel_group", sequence_data, "data_parallel_group is given, too")
     group = data if data is not None else sequence_data
@@ -145,7 +145,7 @@ def _check_groups(data: Any, sequence_data: Any) -> None:
         raise ConfigError(
             f"[deepspeed::zero.Init] the launcher has started WORLD_SIZE={started} ranks, but "
             f"torch's process group has 1 rank, so each rank would keep the whole model: call "
-            f"deepspeed.init_distributed() before"
+            f"deepspeed.init_distributed() first"
         )
 
 
@@ -160,11 +160,11 @@ class Init:
         data_parallel_group, sequence_data_parallel_group: a group of all ranks.
         remote_device: "nvme": shards are on disk, in `offload_param.nvme_path` of the config.
         config_dict_or_path: the config with this path.
-        config: another name of config_dict_or_path, which has precedence.
-        enabled: False to disable it.
+        config: the same; it has precedence over config_dict_or_path.
+        enabled: False disables the context.
         dtype: the default dtype in this context, and the dtype of all floating parameters that
-            modules get in it. float32, bfloat16 or float16; default: as the model's code says.
-        tensor_overrides: without "dtype" in it, `dtype` has no effect.
+            modules create there. float32, bfloat16 or float16; default: as the model's code says.
+        tensor_overrides: if it lacks "dtype", `dtype` has no effect.
         mem_efficient_linear, pin_memory, mpu, zero_param_parallel_group: accepted, without effect:
             they change no values. The config of initialize() counts.
 
@@ -263,7 +263,7 @@ class GatheredParameters:
         modifier_rank: the rank whose changes are kept; None if no rank changes values, or all ranks
             make the same changes.
         fwd_module: accepted, without effect.
-        enabled: False to disable it.
+        enabled: False disables the context.
 
     Raises:
         RuntimeFault: at the end of the context, if values were changed without a modifier_rank and
@@ -312,8 +312,8 @@ def _flat(params: Any) -> Iterator[torch.Tensor]:
 
 
 def _states(params: list[torch.Tensor], modifier_rank: int | None) -> list[Any]:
-    """Returns whether each parameter has values already. If it has, only an outer block may write
-    them."""
+    """Returns the status of each parameter. Of a parameter that an outer block has gathered, only
+    that block may write values."""
     states = [getattr(param, "ds_status", None) for param in params]
     if modifier_rank is not None and ZeroParamStatus.AVAILABLE in states:
         raise penstock.RuntimeFault(
@@ -432,7 +432,7 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Accepted, without effect: the engine finds parameters that a module reads elsewhere."""
+    """Accepted, without effect: the engine finds other modules' parameters that a module reads."""
     if not isinstance(parameter, torch.nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
 

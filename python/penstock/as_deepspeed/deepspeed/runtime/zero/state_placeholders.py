@@ -1,8 +1,8 @@
-"""What plain calls of a module give for sharded parameters, whose values one rank does not have.
+"""Results of plain module calls for sharded parameters, whose values one rank does not have.
 
-In `module.state_dict()` they are empty tensors, as in DeepSpeed: scripts hash, pickle or list such
-a dict on one rank. `module.cpu()` and `module.to(device)` leave them where they are, as DeepSpeed
-leaves its shards: Lightning moves a model to the CPU when training ends.
+`module.state_dict()` has empty tensors for them, as in DeepSpeed, because scripts hash, pickle or
+list such a dict on one rank. `module.cpu()` and `module.to(device)` do not move them, as DeepSpeed
+does not move its shards; Lightning moves a model to the CPU when training ends.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _save_to_state_dict(
 
 
 def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
-    """Converts a module, but for sharded parameters of an engine that `fn` would only move."""
+    """Converts a module, except an engine's sharded parameters if `fn` would only move them."""
 
     def kept(tensor: torch.Tensor) -> Any:
         if not hasattr(tensor, "ds_id") or _is_readable(tensor) or engine_of(tensor) is None:

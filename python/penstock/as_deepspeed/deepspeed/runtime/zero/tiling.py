@@ -80,7 +80,7 @@ class TiledLinear(torch.nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        """Returns the output, [..., out_features], or with combine_out_splits false its parts."""
+        """Returns the output, [..., out_features]; its parts if combine_out_splits is False."""
         chunks = [input_]
         if self.in_splits > 1:
             split, sizes = self._split_global_input, _sizes(self.in_parts)
@@ -111,7 +111,7 @@ class TiledLinear(torch.nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: Any) -> None:
-        """Copies the values of a whole layer: with ZeRO-3 rank 0's. All ranks must call it.
+        """Copies the values of a whole layer (with ZeRO-3, rank 0's). All ranks must call it.
 
         Raises ValueError if the shapes differ, or only one of the layers has a bias.
         """
