@@ -25,7 +25,9 @@ LOOPS = (
 SCRIPTS = {
     "accelerated": ("stage0", "stage1", "stage2-accumulate", "stage3-saves", "offload3"),
     "trainers": ("zero2-llama", "zero3_offload-gpt2", "zero3-saves", "zero3-resumes"),
+    "trl": ("zero3-sft", "zero2-offload-dpo", "zero3-dpo"),
 }
+FILES = {"trl": "trl_trainers.py"}
 LIGHTNING = ("stage2-accumulate", "stage3", "offload", "as-it-is")
 
 
@@ -59,13 +61,17 @@ def test_loops_on_a_device_with_its_own_name(recorded):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_of_frameworks(script, recorded, tmp_path):
-    found = _run(f"{script}.py", SCRIPTS[script], tmp_path)
+def test_scripts_of_frameworks(script, recorded, tmp_path, request):
+    if script != "trainers" and not request.config.getoption("full"):
+        pytest.skip("a script of a framework takes its time on simulated devices: with --full")
+    found = _run(FILES.get(script, f"{script}.py"), SCRIPTS[script], tmp_path)
     for case in SCRIPTS[script]:
         _compare(found[case], recorded[script][case], case)
 
 
-def test_lightning_modules(tmp_path):
+def test_lightning_modules(tmp_path, request):
+    if not request.config.getoption("full"):
+        pytest.skip("a script of a framework takes its time on simulated devices: with --full")
     plain = ["plain", "plain-accumulate"]
     expected = record.run(sys.executable, "lightnings.py", 2, {}, [str(tmp_path), *plain])
     found = _run("lightnings.py", LIGHTNING, tmp_path)
