@@ -45,7 +45,7 @@ AT_THE_BORDER = [
         "src/engine/step/outside_edits.cpp",
         "  return executor_.values().edited(index);",
         '  return "";',
-        Pytest((RANKS, "-k", "edited_on_the_way and zero3-hook")),
+        Pytest((RANKS, "-k", "one_element_is_edited")),
     ),
     Mutation(
         "an optimizer of your own loses the attributes of parameters",

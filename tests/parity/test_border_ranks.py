@@ -81,6 +81,26 @@ def test_data_is_edited_on_the_way(strategy, when, pools):
     assert_close(outcome[0], model.state_dict())
 
 
+def one_element_is_edited(at):
+    """A rank compares its whole shard, and of other shards a sample that misses most elements."""
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 96), nn.Sequential(nn.Linear(96, 96)), nn.Linear(96, 1)
+    )
+    engine = start_sgd("zero3", model=model, units={"modules": ["Sequential"]})
+
+    def edit(block: nn.Module, *_: object) -> None:
+        block[0].weight.data.view(-1)[at] += 1
+
+    engine.module[1].register_forward_hook(edit)
+    engine.backward(engine(mine(0)[0]).mean())
+
+
+@pytest.mark.parametrize("at", [0, 4000, 9215])
+def test_one_element_is_edited(at, pools):
+    for failure in pools(2).attempt(one_element_is_edited, at):
+        assert isinstance(failure, Failure) and "was changed in place in forward" in failure.text
+
+
 # ---- optimizers of your own
 
 

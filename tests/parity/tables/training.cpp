@@ -205,8 +205,11 @@ class OnEngine final : public Trainer {
     Checkpoints checkpoints(core_);
     SaveOptions options;
     options.wait = false;
-    // Delays the writes, so that the window's update changes values before they are written.
-    options.starting = [] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); };
+    // On one rank the window's update changes values before they are written. The other ranks write
+    // at once, perhaps before copies from the device have arrived.
+    if (rank_ == 0) {
+      options.starting = [] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); };
+    }
     checkpoints.save(folder_, options);
     for (int micro = 0; micro < loop.accumulate; ++micro) {
       backward(forward(100, micro), false);
