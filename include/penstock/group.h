@@ -124,9 +124,9 @@ class PENSTOCK_API Group {
       std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks)>;
   void set_device_groups(DeviceGroups make) { device_groups_ = std::move(make); }
   const DeviceGroups& device_groups() const { return device_groups_; }
-  // [these ranks] Connects the ranks for collectives on a device's memory. When this rank's
-  // exchanges end, these collectives end as well. The output of a collective that is aborted in
-  // progress is undefined.
+  // Collective over `ranks`. Connects these ranks for collectives on a device's memory. When this
+  // rank's exchanges end, these collectives end as well. The output of a collective that is aborted
+  // in progress is undefined.
   std::shared_ptr<comm::DeviceCollectives> connect_on_device(const std::vector<int>& ranks);
   // Names the device collective that was aborted in progress, if any: "step 7, collective 12 of
   // lane gather, `publish ...`".

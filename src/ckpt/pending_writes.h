@@ -4,9 +4,9 @@
 // [Note: Behind training's back] State that only the engine changes is not copied when a save
 // begins. The thread of the save writes it directly from where it rests. Code that is about to
 // change this state (the optimizer, a write to swap) calls the ChangeWatch first. If the save has
-// not written this state yet, the call copies state in memory, and waits until state on disk is
-// written. So a save uses memory only for state that training changes before the save has written
-// it.
+// not written this state yet, the call copies the state if it is in memory; if it is on disk, the
+// call waits until the save has written it. So a save uses memory only for state that training
+// changes before the save has written it.
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>

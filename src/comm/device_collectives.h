@@ -1,7 +1,7 @@
 #pragma once
-// DeviceCollectives: collectives on device memory, which one torch back end makes among its ranks.
-// They are queued on the calling thread's stream. One thread at a time may call a method, unless
-// its comment says otherwise.
+// DeviceCollectives: runs collectives on device memory among the ranks of one torch back end. The
+// collectives are queued on the calling thread's stream. One thread at a time may call a method,
+// unless the method's comment says otherwise.
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 #include <c10/util/intrusive_ptr.h>

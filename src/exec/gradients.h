@@ -14,7 +14,7 @@
 
 namespace penstock::exec {
 
-// [these ranks] Replaces, in place, each rank's addends by the sums over the ranks.
+// Collective over `ranks`. Replaces, in place, each rank's addends by the sums over these ranks.
 void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
             int64_t numel, const comm::Label& label);
 
@@ -28,8 +28,9 @@ class Gradients {
     ++backward_;
     rank_.traffic.settle();
   }
-  // Adds one parameter's gradient to the copy that backwards write. Returns false if the gradient
-  // is not finite. On a device it always returns true, and the norm finds such a gradient later.
+  // Adds one parameter's gradient to the copy that each backward writes to. Returns false if the
+  // gradient is not finite. On a device it always returns true, and the norm finds such a gradient
+  // later.
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
   // Runs a gradient move. `late`: the move runs again for gradients that came after it. Units
   // without a late gradient add zeros.
@@ -38,7 +39,7 @@ class Gradients {
   void fetch(const PlannedStep& planned);
   // Runs a `sum` line: adds up partial flats over tensor ranks, or tied flats over stages.
   void sum(const PlannedStep& planned);
-  // Undoes sum() if no update follows, so that backwards can add to the gradients again.
+  // Undoes sum() if no update follows, so that the next backward can add to the gradients.
   void reopen();
   void finish();  // blocks until every move is done
   // Returns the fence of the last submitted move. The lane is ordered, so this fence covers all
@@ -49,19 +50,19 @@ class Gradients {
   void clear(Flat& flat);  // frees the gradient after its update
   // Returns whether a gradient of the unit is still where its backward left it.
   bool late(int unit) const;
-  // Returns whether the move takes gradients away from where backwards leave them.
+  // Returns whether the move takes gradients away from where a backward leaves them.
   bool takes_away(const std::vector<Move>& moves) const;
   // Replaces the accumulated gradient by `full` (fp32, the same on every rank) times `factor`.
   void set(int unit, int flat, int slot, const at::Tensor& full, double factor);
-  // If `leaves` is set, gives each parameter that had a gradient a gradient of zeros in this
-  // window, as zero_grad(set_to_none=False) does in torch. Otherwise forgets that they had
-  // gradients.
+  // If `leaves` is set, each parameter that had a gradient before gets a gradient of zeros for
+  // this window, as with zero_grad(set_to_none=False) in torch. Otherwise no parameter counts as
+  // having had a gradient.
   void leave_zeros(bool leaves);
   // Removes the parameter's contributions to this window.
   void forget(Flat& flat, Slot& slot);
   // Returns the copy that holds the gradient now, or null.
   Copy* held(Flat& flat) const;
-  // Ends each sum to which no more backwards will add: zeroes the elements without a contribution,
+  // Ends each sum that no later backward will add to: zeroes the elements without a contribution,
   // and creates a sum of zeros for parameters whose gradients are only zeros.
   void complete();
   // Returns the sum of squares of the part that only this rank counts. Each replica of a gradient

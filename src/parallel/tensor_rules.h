@@ -40,11 +40,11 @@ struct Ruled {
 // "column", "column:3" (three equal parts, [Q|K|V]), "column:64,16,16" (parts of these sizes),
 // "column_gather", "row", "row_cut" and "row_tokens" (parts as for "column" are allowed), "vocab",
 // "shared:2" (2 heads; fewer heads than ranks), "partial", "whole". The front's own styles are
-// skipped: "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules
-// around others). A pattern may also name a parameter; its style must be "partial", "whole",
-// "own_rows" or "own_columns" (parts as for "column" are allowed). The first rule that matches
-// applies. Throws ConfigError for rules that match nothing, are impossible, or contradict each
-// other on a shared parameter.
+// skipped: "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (for
+// modules that enclose the cut ones). A pattern may also name a parameter; its style must be
+// "partial", "whole", "own_rows" or "own_columns" (parts as for "column" are allowed). The first
+// rule that matches applies. Throws ConfigError for rules that match nothing, are impossible, or
+// contradict each other on a shared parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);
 

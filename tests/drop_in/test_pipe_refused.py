@@ -184,7 +184,7 @@ MADE = {
     "function": "is a custom function",
     "some layers": "checkpointable_layers is a str",
     "interval": "activation_checkpoint_interval is -1",
-    "later": "call it before initialize()",
+    "later": "call set_checkpoint_interval() before initialize()",
     "mpu": "has its own, model.mpu()",
     "tensor": 'the axis "model" of its topology',
     "key": '"pipeline.stage" is no key',

@@ -28,7 +28,7 @@ OF_CHECKPOINTS = [
         "parameters that users see are not copied when a save begins",
         "src/ckpt/save.cpp",
         "source.holding.users || data.device != nullptr;",
-        "false",
+        "data.device != nullptr;",
         Pytest((CHECKPOINT, "-k", "edited_behind_a_save")),
     ),
     Mutation(

@@ -369,7 +369,7 @@ WRONG_MESHES = {
     "tokens": ([*CLUSTER, "--tokens", "7"], "--tokens is for one mesh"),
     "batch": (["--nodes", "2", "--gpus", "4", "--batch", "0"], '--batch is "0"'),
     "odd": (["--nodes", "1", "--gpus", "8", "--batch", "7", "--micro", "2"], "no mesh of 8 ranks"),
-    "no world": ([], "pass --world, or --nodes and --gpus"),
+    "no world": ([], "pass --world for one mesh, or --nodes and --gpus"),
 }
 
 

@@ -69,7 +69,10 @@ def _machine_of(args: argparse.Namespace) -> Any:
 
 def _plan(args: argparse.Namespace) -> int:
     if args.gpus is None and (args.world is None or args.batch is not None):
-        raise ValueError("[plan] pass --world, or --nodes and --gpus (with --batch) for meshes")
+        raise ValueError(
+            "[plan] pass --world for one mesh, or --nodes and --gpus (and optionally --batch) to "
+            "compare meshes"
+        )
     model = _model_of(args)
     machine = _machine_of(args)
     if args.gpus is not None:

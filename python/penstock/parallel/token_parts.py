@@ -5,7 +5,7 @@ Before the first block of a stack, the full hidden states [batch, tokens, size] 
 tokens. Modules that begin with cut weights ("gather_tokens": attention, an MLP) gather the tokens.
 The row layers at the ends of these modules ("row_tokens") sum the states and cut them again. After
 the last block the states are gathered. The gathers and sums move as many bytes as the sums of full
-hidden states.
+hidden states that they replace.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _TOKENS = 1  # dim of the tokens
 
 
 class TokenParts:
-    """The stacks of one engine's model between whose blocks tokens are cut.
+    """The stacks of one engine's model that keep tokens cut between their blocks.
 
     Attributes:
         shapes_alone: outputs have shapes and no values, and nothing is exchanged.
@@ -119,7 +119,7 @@ class TokenParts:
         return how if how.name not in self._uncut or self.cut else self._uncut[how.name]
 
     def is_between(self, name: str) -> bool:
-        """Whether a module of a stack computes a part of the tokens."""
+        """Whether the module is in a stack and computes only a part of the tokens."""
         return self._is_inside(name, self._stacks) and not self._is_inside(name, self._gathering)
 
     @contextlib.contextmanager
@@ -127,7 +127,8 @@ class TokenParts:
         """In the context the module `name` computes all tokens on every rank. Yields its arguments
         (args, kwargs), with the full hidden states.
 
-        A module that already computes all tokens computes as usual. All tensor ranks call it.
+        A module that already computes all tokens computes as usual. All tensor ranks must enter
+        this context.
         """
         if not self._is_inside(name, self._stacks) or not self.cut:
             yield given
@@ -185,7 +186,7 @@ class TokenParts:
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
         """Called when a forward of the model begins.
 
-        Raises RuntimeFault if the model should return the hidden states between layers.
+        Raises RuntimeFault if the call or the model's config asks for hidden states.
         """
         self._open, self._parts = True, False
         self._on = True if self._pipeline else None
@@ -211,7 +212,8 @@ class TokenParts:
             )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns a rank's part [batch, tokens / ranks, ...] of that shape, without values."""
+        """Returns a tensor without values, with the shape of a rank's part of `whole`:
+        [batch, tokens / ranks, ...]."""
         count = int(self._ranks.count)
         return whole.new_empty((whole.shape[0], whole.shape[1] // count, *whole.shape[2:]))
 
@@ -241,7 +243,8 @@ class TokenParts:
         return whole
 
     def _whole_of(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the full shape [batch, tokens, ...] of a part, without values."""
+        """Returns a tensor without values, with the shape that `part` has when gathered:
+        [batch, tokens, ...]."""
         tokens = part.shape[_TOKENS] * int(self._ranks.count)
         return part.new_empty((part.shape[0], tokens, *part.shape[2:]))
 
@@ -289,8 +292,8 @@ def _style_of(name: str, rules: Any) -> str:
 def partial_rules(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
     """Returns "partial" rules for parameters that are in stacks with cut tokens and match no rule.
 
-    On each rank they get a part of the tokens, or all tokens of a part of the heads, so each rank
-    has an addend of their gradient.
+    On each rank these parameters apply to a part of the tokens, or to all tokens of some heads, so
+    each rank has an addend of their gradient.
     """
     stacks = [n for n, _ in module_tree.modules_of(model) if _style_of(n, rules) == "tokens"]
     ours = {p: s for p, s in rules.items() if s.partition(":")[0] not in _OF_FRONT}

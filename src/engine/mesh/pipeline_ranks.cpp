@@ -30,10 +30,10 @@ std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
   if (trains && state_->window->seen() > 0 && !state_->window->armed()) {
     const int64_t seen = state_->window->seen();
     throw RuntimeFault(
-        concat("[front::train_batch] the last window was not applied: only ", seen,
-               " of this rank's ", state_->window->accumulate(),
-               " backwards reached a trainable parameter on any rank. Before train_batch(), call "
-               "step(True), which averages over those ",
+        concat("[front::train_batch] the last window was not applied: of this rank's ",
+               state_->window->accumulate(), " backwards, only ", seen,
+               " reached a trainable parameter (here or on another rank). Before train_batch(), "
+               "call step(True), which averages over those ",
                seen, ", or zero_grad()"));
   }
   return actions;

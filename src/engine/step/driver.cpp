@@ -143,7 +143,7 @@ void Driver::enter(Op op, int unit) {
     pass(at);
     if ((*steps_)[at].step.mark == Mark::kBegin) run_moves();
   }
-  // If the unit is whole, a line that this rank has passed gathered it, and one ahead drops it.
+  // If the unit is whole, an earlier plan line gathered it, and a later one drops it.
   if (!executor_.params().whole(unit)) {
     ++off_plan_;
     unforeseen_[unit] = at == kNotFound;
@@ -164,7 +164,8 @@ void Driver::leave(Op op, int unit) {
     run_moves();
     pump();
   }
-  if (op == Op::kForward) {  // does nothing if a plan line has already moved them
+  // put_away() does nothing if a plan line has already moved the unit's activations.
+  if (op == Op::kForward) {
     executor_.activations().put_away(unit, executor_.units()[unit].name);
   }
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);

@@ -20,7 +20,7 @@ struct Read {
 // One flag, whole number, number, text, choice and list of each kind of section. The results are
 // those of DeepSpeed 0.19.8.
 constexpr Read kCases[] = {
-    // a flag of a model
+    // a flag in a pydantic section
     {R"({"bf16": {"enabled": 1}})", R"({"bf16": {"enabled": true}})"},
     {R"({"bf16": {"enabled": 0.0}})", R"({"bf16": {"enabled": false}})"},
     {R"({"bf16": {"enabled": "Yes"}})", R"({"bf16": {"enabled": true}})"},
@@ -30,7 +30,7 @@ constexpr Read kCases[] = {
     {R"({"bf16": {"enabled": " true"}})", nullptr},
     {R"({"bf16": {"enabled": null}})", nullptr},
     {R"({"bf16": {"enabled": []}})", nullptr},
-    // a whole number of a model
+    // a whole number in a pydantic section
     {R"({"zero_optimization": {"stage": "2"}})", R"({"zero_optimization": {"stage": 2}})"},
     {R"({"zero_optimization": {"stage": 2.0}})", R"({"zero_optimization": {"stage": 2}})"},
     {R"({"zero_optimization": {"stage": true}})", R"({"zero_optimization": {"stage": 1}})"},
@@ -52,7 +52,7 @@ constexpr Read kCases[] = {
     {R"({"fp16": {"loss_scale_window": "10"}})", R"({"fp16": {"loss_scale_window": 10}})"},
     {R"({"fp16": {"loss_scale_window": "10.0"}})", nullptr},
     {R"({"fp16": {"loss_scale_window": true}})", nullptr},
-    // a number of a model
+    // a number in a pydantic section
     {R"({"fp16": {"loss_scale": "1e2"}})", R"({"fp16": {"loss_scale": 100.0}})"},
     {R"({"fp16": {"loss_scale": ".5"}})", R"({"fp16": {"loss_scale": 0.5}})"},
     {R"({"fp16": {"loss_scale": "inf"}})", nullptr},
@@ -60,7 +60,7 @@ constexpr Read kCases[] = {
     {R"({"fp16": {"loss_scale": "0x1p3"}})", nullptr},
     {R"({"fp16": {"loss_scale": false}})", nullptr},
     {R"({"fp16": {"loss_scale": -1}})", nullptr},
-    // texts, choices and lists of a model
+    // texts, choices and lists in a pydantic section
     {R"({"wandb": {"team": null}})", R"({"wandb": {}})"},
     {R"({"wandb": {"project": null}})", nullptr},
     {R"({"wandb": {"project": 3}})", nullptr},
@@ -69,7 +69,7 @@ constexpr Read kCases[] = {
      R"({"zero_optimization": {"leaf_module": {"names": ["a"]}}})"},
     {R"({"zero_optimization": {"leaf_module": {"names": [3]}}})", nullptr},
     {R"({"comms_logger": {"prof_ops": "all_reduce"}})", nullptr},
-    // keys of a model
+    // keys of a pydantic section
     {R"({"zero_optimization": {"max_live_parameters": 1}})",
      R"({"zero_optimization": {"stage3_max_live_parameters": 1}})"},
     {R"({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 1}})",
@@ -78,7 +78,7 @@ constexpr Read kCases[] = {
      R"({"zero_optimization": {"stage3_max_live_parameters": 1}})"},
     {R"({"zero_optimization": {"offload_param": {"buffer_sise": 1}}})", nullptr},
     {R"({"timers": {"throughput": {"x": 1}}})", nullptr},
-    // values of a dict
+    // values in a dict section
     {R"({"train_batch_size": 16.0})", R"({"train_batch_size": 16})"},
     {R"({"train_batch_size": null})", "{}"},
     {R"({"train_batch_size": "auto"})", "{}"},

@@ -243,7 +243,7 @@ std::string row_of(const Case& run, const Outcome& outcome) {
   std::string mesh = concat(run.tensor, " x ", run.pipeline, " x ", run.data());
   std::string order = run.virtual_stages > 1 ? concat(", v = ", run.virtual_stages) : "";
   const bool piped = run.pipeline > 1;
-  return concat("| ", run.name, " | ", mesh, " | ", run.num_micro, " of ", run.micro_size, order,
+  return concat("| ", run.name, " | ", mesh, " | ", run.num_micro, " x ", run.micro_size, order,
                 " | ", percent(run.published / peak), " | ", percent(outcome.teraflops / peak),
                 " | ", run.fitted ? "fitted" : percent(outcome.teraflops / run.published - 1, true),
                 " | ", piped ? percent(formula(run)) : "", " | ",

@@ -41,8 +41,8 @@ PENSTOCK_SIM_API void reset_counters();
 // Restarts the random delays of all streams. The same seed and calls give the same delays.
 PENSTOCK_SIM_API void set_seed(uint64_t seed);
 
-// Each task of a stream waits for uniform(low, high) us times a factor of 0, 0, 1 or 8 that the
-// stream keeps for 1 to 12 tasks. high_us = 0: no delays.
+// Each task of a stream waits for uniform(low, high) us times a factor, which is 0 (half of the
+// time), 1 or 8 and changes after 1 to 12 tasks. high_us = 0: no delays.
 PENSTOCK_SIM_API void set_delays_us(int64_t low_us, int64_t high_us);
 
 // Sets how much the allocator may reserve on a device (-1: on each device). Initially 4 GiB.

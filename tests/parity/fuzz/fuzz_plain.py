@@ -103,9 +103,9 @@ class Plain:
 
     def full_grads(self) -> Tensors:
         return {
-            name: torch.zeros_like(master) if master.grad is None else master.grad / self._divisor
+            name: master.grad / self._divisor
             for name, master in self.masters.items()
-            if master.requires_grad
+            if master.grad is not None
         }
 
     def set_grads(self, grads: Tensors) -> None:

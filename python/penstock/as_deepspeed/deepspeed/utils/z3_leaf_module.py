@@ -46,7 +46,7 @@ def _mark_classes(
 
     model.apply(look)
     if not found and raises:
-        raise ValueError(f"[deepspeed] the model has no module of {wanted}")
+        raise ValueError(f"[deepspeed] the model has no module of the classes {wanted}")
     return found
 
 

@@ -172,7 +172,8 @@ class PipelineModule(nn.Module):
         if any(engine_of(one) is not None for one in self.parameters()):
             raise ConfigError(
                 "[deepspeed::set_checkpoint_interval] the model has an engine, which keeps the "
-                "interval that it was created with: call it before initialize()"
+                "interval that it was created with: call set_checkpoint_interval() before "
+                "initialize()"
             )
         self.activation_checkpoint_interval = interval
         self._check_checkpointing()

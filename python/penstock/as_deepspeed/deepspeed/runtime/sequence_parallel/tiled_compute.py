@@ -129,9 +129,10 @@ class TiledFusedLogitsLoss:
         alike = all(one.dim() > 1 and one.shape[:2] == x.shape[:2] for one in whole)
         if not alike or (mask is not None and mask.dim() != 2) or output_reduction is None:
             raise ConfigError(
-                f"[deepspeed::TiledFusedLogitsLoss] shapes {[tuple(one.shape) for one in whole]} "
-                f"and output_reduction {output_reduction!r}; allowed: x and y of [batch, tokens, "
-                f'...], mask of [batch, tokens], "mean" or "sum"'
+                f"[deepspeed::TiledFusedLogitsLoss] the shapes of x, y (and mask) are "
+                f"{[tuple(one.shape) for one in whole]}, and output_reduction is "
+                f"{output_reduction!r}; allowed: x and y of [batch, tokens, ...], mask of [batch, "
+                f'tokens], "mean" or "sum"'
             )
         parts = zip(*(one.flatten(0, 1).chunk(shards) for one in whole), strict=True)
         losses = [_recomputed(fn, module, *part) for part in parts]
