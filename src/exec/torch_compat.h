@@ -11,6 +11,18 @@ namespace penstock::exec {
 // shared_ptr up to 2.12, intrusive_ptr since 2.13.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
 
+template <class>
+struct WeakOf;
+template <class T>
+struct WeakOf<std::shared_ptr<T>> {
+  using Type = std::weak_ptr<T>;
+};
+template <class T, class Null>
+struct WeakOf<c10::intrusive_ptr<T, Null>> {
+  using Type = c10::weak_intrusive_ptr<T, Null>;
+};
+using WeakNodePtr = WeakOf<NodePtr>::Type;  // has expired()
+
 // Sets the storage's data-access error flag, so every read of its data throws `message`.
 inline void set_guard(c10::StorageImpl& storage, const std::string& message) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);

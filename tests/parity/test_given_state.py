@@ -114,6 +114,8 @@ def test_the_first_step_goes_on_from_state_that_was_set(case, settings, local, p
         ("AdamW", -1.0, "one whole number"),
         ("AdamW", 0.5, "one whole number"),
         ("AdamW", float("nan"), "one whole number"),
+        ("AdamW", float("inf"), "one whole number"),
+        ("AdamW", 2.0**24 + 2, "one whole number"),
     ],
 )
 def test_a_step_count_that_is_refused(kind, value, says, pools):
@@ -126,7 +128,31 @@ def refused_count(kind, value, says):
     engine = engine_of({"strategy": "zero3"}, kind, {"momentum": 0.9} if kind == "SGD" else {})
     with pytest.raises(penstock.ConfigError, match=says):
         engine.set_param_state(engine.module.enter.weight, "step", torch.tensor(value))
+    if kind == "AdamW":
+        with pytest.raises(penstock.ConfigError, match="one number for the full parameter"):
+            engine.local_state(engine.module.enter.weight, "step")
     engine.close()
+
+
+def frozen_count():
+    import penstock  # noqa: PLC0415
+
+    model = Net()
+    model.never.requires_grad_(False)
+    engine = penstock.initialize(
+        model, {"strategy": "zero3"}, optimizer={"type": "AdamW", "lr": 0.1}
+    )
+    for call in (
+        lambda: engine.param_state(model.never.weight, "step"),
+        lambda: engine.set_param_state(model.never.weight, "step", torch.tensor(1.0)),
+    ):
+        with pytest.raises(penstock.ConfigError, match="is frozen"):
+            call()
+    engine.close()
+
+
+def test_a_frozen_parameter_has_no_step_count(pools):
+    pools(2).run(frozen_count)
 
 
 def clipped_by_value(settings, kind):

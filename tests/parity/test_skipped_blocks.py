@@ -15,6 +15,9 @@ FORWARDS = {
     "two": [({1, 2}, {0}), ({1}, {0, 2})],
     "all": [({0, 1, 2}, set()), (set(), {0, 1, 2}), (set(), set())],
     "later": [(set(), set()), ({2}, {1})],
+    "apart": [({0, 1}, set()), ({0, 2}, set())],
+    "apart-on-both": [({0, 1}, {0, 2}), ({0, 2}, {0, 1})],
+    "never-at-first": [({1}, {1}), ({1, 2}, {0, 1})],
 }
 
 
@@ -76,6 +79,64 @@ def test_other_orders_after_a_step_that_had_one_forward_are_refused(pools):
     for failure in pools(2).attempt(several_forwards, "zero3", FORWARDS["later"], True):
         assert isinstance(failure, Failure), failure
         assert "off plan` (both" in failure.text and 'or use "zero2"' in failure.text
+
+
+# Blocks that rank 0 and rank 1 run in each forward, by step: two forwards before a backward.
+TWICE = {
+    "missing": [[("02", "02"), ("02", "0")], [("1", "02"), ("02", "02")]],
+    "more": [[("0", "1"), ("1", "0")], [("012", "2"), ("", "012")]],
+    "after-both": [[("012", "012")] * 2, [("2", "1"), ("1", "02")]],
+    "after-all": [[("012", "012")] * 2, [("2", "2"), ("1", "0")], [("01", ""), ("2", "012")]],
+}
+
+
+def runs_of_blocks(strategy, steps, windows):
+    model = models.fill(Leaves())
+    engine = start(strategy, model=model, comm={"timeout_s": 20})
+    if windows:  # graphs that no backward follows
+        for _ in range(2):
+            engine(mine(0)[0])
+    for step, runs in enumerate(steps):
+        total = 0.0
+        for ranks in runs:
+            model.out = {0, 1, 2} - set(map(int, ranks[dist.get_rank()]))
+            total = total + loss_of(engine, *mine(step))
+        engine.backward(total)
+        engine.step()
+    state, plan = engine.state_dict(), engine._core.plan_text("backward")
+    engine.close()
+    return state, plan
+
+
+def plain_runs_of_blocks(steps):
+    model = models.fill(Leaves())
+    optimizer = torch.optim.SGD(model.parameters(), lr=SGD["lr"])
+    for step, runs in enumerate(steps):
+        optimizer.zero_grad()
+        x, y = data(step)
+        for ranks in runs:
+            for rank in range(2):
+                model.out = {0, 1, 2} - set(map(int, ranks[rank]))
+                rows = slice(2 * rank, 2 * rank + 2)
+                (loss_of(model, x[rows], y[rows]) / 2).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("steps", TWICE.values(), ids=TWICE)
+@every_strategy
+def test_two_forwards_with_blocks_that_step_one_did_not_run(strategy, steps, pools):
+    state, _ = pools(2).run(runs_of_blocks, strategy, steps, False)[0]
+    assert_close(state, plain_runs_of_blocks(steps))
+
+
+def test_graphs_that_no_backward_follows_change_no_plan(pools):
+    """Units are dropped one by one, as without the forwards before the loop."""
+    steps = [[("0", "1")], [("12", "0")]]
+    state, plan = pools(2).run(runs_of_blocks, "zero3", steps, True)[0]
+    assert_close(state, plain_runs_of_blocks(steps))
+    assert plan == pools(2).run(runs_of_blocks, "zero3", steps, False)[0][1]
+    assert "begin" not in plan.replace("u0 begin", "")
 
 
 # Blocks that rank 0 and rank 1 run, by step and micro-batch. Step one does not run all of them.

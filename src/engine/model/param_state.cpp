@@ -30,8 +30,9 @@ namespace {
 
 using ckpt::Holding;
 
-constexpr const char* kParam = "param";  // role name of masters
-constexpr const char* kStep = "step";    // role name of a parameter's number of updates
+constexpr const char* kParam = "param";           // role name of masters
+constexpr int64_t kMostSteps = int64_t{1} << 24;  // fp32 has every whole number up to it
+constexpr const char* kStep = "step";             // role name of a parameter's number of updates
 
 // Elements of the parameter that this rank holds, beginning at `begin`.
 struct OwnedRange {
@@ -97,12 +98,18 @@ struct Values::ParamState {
   void check_role() const {
     const bool known = std::count(kind().moments.begin(), kind().moments.end(), role) > 0;
     if (role == kParam || (known && !role.empty())) return;
+    if (is_count()) {
+      throw ConfigError(
+          "[engine::local_state] \"step\" is one number for the full parameter. Use param_state() "
+          "and "
+          "set_param_state()");
+    }
     throw ConfigError(concat("[engine::state] the optimizer keeps no \"", role, "\""));
   }
 
   // [all ranks] Throws ConfigError on every rank if no rank has this state.
   void check_known() const {
-    const std::string mine = found.empty() ? "0" : "1";
+    const std::string mine = (is_count() ? slots().empty() : found.empty()) ? "0" : "1";
     const std::vector<std::string> all = state.executor->share("state of " + role, mine);
     if (std::count(all.begin(), all.end(), "1") == 0) throw unknown();
   }
@@ -302,12 +309,14 @@ void Values::set_state(const std::string& param, const std::string& role,
                        const at::Tensor& values) {
   const at::NoGradGuard no_grad;
   ParamState one(*state_, param, role);
-  if (!one.is_count()) one.check_known();
+  one.check_known();
   std::string problem;
   if (one.is_count()) {
-    const bool whole = values.numel() == 1 && values.item<double>() >= 0 &&
-                       values.item<double>() == std::floor(values.item<double>());
-    if (!whole) problem = "[engine::set_state] \"step\" must be one whole number of at least 0";
+    const double count = values.numel() == 1 ? values.item<double>() : -1.0;
+    if (!(count >= 0 && count <= kMostSteps && count == std::floor(count))) {
+      problem =
+          concat("[engine::set_state] \"step\" must be one whole number from 0 to ", kMostSteps);
+    }
   } else if (values.sizes() != at::IntArrayRef(one.shape)) {
     problem = concat("[engine::set_state] \"", param, "\" has shape ", at::IntArrayRef(one.shape),
                      ", but the values have ", values.sizes());

@@ -129,6 +129,7 @@ void Core::State::forward_begin(bool grad_enabled) {
   }
   if (moves_params && !model_ranks.stages && !holds_all(*driver, *executor)) {
     take_turn(group->board(), "forward", engine::at_this_point("began a forward", *window, steps));
+    if (grad_enabled) ++forwards.begun;
   }
   executor->activations().begin_forward();
   border->look_at_params();
@@ -160,9 +161,25 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (driver->section() == Section::kEval) {
     engine::OutsideEdits::refuse_edit(executor->values().resolve_doubts(), "in forward");
   }
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.grad_fn()) continue;
+    forwards.graphs.emplace_back(output.grad_fn());
+    break;
+  }
   driver->finish();
   order->end_forward();
   show(group->board(), "the caller's code, after forward");
+}
+
+// [all ranks] Returns whether this backward goes through several forwards on any rank, so that it
+// may return to units in an order that no plan has. Graphs that have been freed do not count, as
+// those of an evaluation without no_grad().
+bool Core::State::returns_to_units() {
+  const Forwards since = std::exchange(forwards, {});
+  if (since.begun < 2 || !order->may_return()) return false;
+  const auto alive = std::count_if(since.graphs.begin(), since.graphs.end(),
+                                   [](const auto& graph) { return !graph.expired(); });
+  return engine::say_each(*executor, "several forwards", alive > 1).find('1') != std::string::npos;
 }
 
 void Core::State::unit_begin(int unit) {
@@ -278,8 +295,9 @@ void Core::State::start_backward(bool in_autograd) {
     take_turn(group->board(), "backward",
               engine::at_this_point("began a backward", *window, steps));
   }
-  if (order->begin_backward()) {
+  if (returns_to_units()) {
     driver->finish();
+    order->keep_whole();
     model = order->assumed();
     make_plans();
   }
@@ -298,6 +316,7 @@ void Core::State::start_backward(bool in_autograd) {
   frozen_open.clear();
   entered.assign(entered.size(), {});
   executor->gradients().begin_backward();
+  order->begin_backward();
   if (in_autograd) {
     guard->begun = true;
     engine::at_end_of_backward([guard] {

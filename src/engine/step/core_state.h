@@ -45,6 +45,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   // ---- events. forward_begin() and forward_end() are those of unit 0, the root.
   void forward_begin(bool grad_enabled);
   void forward_end(const std::vector<at::Tensor>& outputs);
+  bool returns_to_units();
   void unit_begin(int unit);
   void unit_again(int unit);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
@@ -92,6 +93,12 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   int64_t steps = 0;
   std::optional<engine::AccumulationWindow> window;
   std::optional<engine::OrderLearner> order;
+  // Training forwards since the last backward, and the graphs of their outputs.
+  struct Forwards {
+    int begun = 0;
+    std::vector<exec::WeakNodePtr> graphs;
+  };
+  Forwards forwards;
   std::vector<engine::GraphPlace> began;  // by unit: where its last forward began
   // By unit, while the backward uses it: where the forward of that use began.
   std::vector<std::optional<engine::GraphPlace>> entered;

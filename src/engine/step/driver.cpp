@@ -151,6 +151,18 @@ void Driver::enter(Op op, int unit) {
   executor_.params().require(unit);
 }
 
+// Returns whether the lines before `end` end a unit of this backward that has not been entered, and
+// that the backward may still enter. finish() runs these lines.
+bool Driver::would_skip(size_t end) const {
+  if (!executor_.table().moves_params()) return false;
+  for (size_t i = next_; end != kNotFound && i < end; ++i) {
+    const Step& step = (*steps_)[i].step;
+    const int unit = step.op == Op::kBackward ? step.units.front() : 0;
+    if (step.mark == Mark::kEnd && unit != 0 && active_[unit] == 0 && !done_[unit]) return true;
+  }
+  return false;
+}
+
 void Driver::leave(Op op, int unit) {
   const bool entered = active_[unit] > 0;
   active_[unit] = op == Op::kBackward ? 0 : std::max(0, active_[unit] - 1);
@@ -160,8 +172,11 @@ void Driver::leave(Op op, int unit) {
   if (running_) {
     // A unit whose parameters do not move has no enter(), so its first line is passed here.
     if (!entered) pass(find(op, unit, false));
-    pass(find(op, unit, true));
-    run_moves();
+    const size_t end = find(op, unit, true);
+    if (op != Op::kBackward || !would_skip(end)) {
+      pass(end);
+      run_moves();
+    }
     pump();
   }
   // put_away() does nothing if a plan line has already moved the unit's activations.

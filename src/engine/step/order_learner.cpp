@@ -30,19 +30,20 @@ OrderLearner::OrderLearner(ModelDesc assumed, Scope scope)
 
 void OrderLearner::begin_forward(bool trains) {
   in_forward_ = trains && !done_;
-  if (!trains) return;
-  ++forwards_;
-  forward_.clear();
+  if (trains) forward_.clear();
 }
 
-bool OrderLearner::begin_backward() {
+void OrderLearner::begin_backward() {
   if (!done_) backward_.clear();
-  const bool follows_several = std::exchange(forwards_, 0) > 1;
-  if (!follows_several || stays_whole_ || saw_the_same_) return false;
-  if (!scope_.moves_params || scope_.interleaves) return false;
+}
+
+bool OrderLearner::may_return() const {
+  return scope_.moves_params && !scope_.interleaves && !stays_whole_ && !saw_the_same_;
+}
+
+void OrderLearner::keep_whole() {
   stays_whole_ = true;
   assumed_.backward = whole_until_the_end(std::move(assumed_.backward));
-  return true;
 }
 
 void OrderLearner::begin(Op pass, int unit) {
@@ -78,19 +79,18 @@ std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
   std::vector<Visit> visits = record.visits(static_cast<int>(assumed_.units.size()));
   std::erase_if(visits, [&](const Visit& visit) { return !record.has(visit.unit); });
   const auto of = [](int unit) { return [unit](const Visit& one) { return one.unit == unit; }; };
-  const Visit* before = nullptr;
+  int before = -1;
   for (const Visit& visit : assumed) {
     if (visit.unit != 0 && std::none_of(visits.begin(), visits.end(), of(visit.unit))) {
-      auto place = visits.begin();
-      if (before != nullptr && before->mark == Mark::kBegin) {
-        place = std::find_if(visits.begin(), visits.end(), of(before->unit));
-        if (place != visits.end()) ++place;
-      } else if (before != nullptr) {
-        place = std::find_if(visits.rbegin(), visits.rend(), of(before->unit)).base();
-      }
-      visits.insert(place, {visit.unit, Mark::kWhole});
+      // After the first visit, because later visits of a unit that runs twice come after others.
+      auto place = std::find_if(visits.begin(), visits.end(), of(before));
+      place = place == visits.end() ? visits.begin() : place + 1;
+      const bool stays = visit.mark == Mark::kBegin;
+      visits.insert(place, {visit.unit, stays ? Mark::kBegin : Mark::kWhole});
+      const bool root_ends = visits.back().mark == Mark::kEnd && visits.back().unit == 0;
+      if (stays) visits.insert(visits.end() - (root_ends ? 1 : 0), {visit.unit, Mark::kEnd});
     }
-    before = &visit;
+    if (!spans(visit.unit)) before = visit.unit;
   }
   if (std::none_of(visits.begin(), visits.end(), of(0)) &&
       std::any_of(assumed.begin(), assumed.end(), of(0))) {
@@ -140,7 +140,10 @@ ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
   const std::string mine = visits_text(seen.forward) + "\n" + visits_text(seen.backward);
   const std::string difference = first_difference(share("order of step one", mine));
   saw_the_same_ = difference.empty();
-  if (saw_the_same_) return seen;
+  if (saw_the_same_) {
+    stays_whole_ = false;
+    return seen;
+  }
   // Ranks may skip different units, so the assumed order is kept. If parameters move, the assumed
   // order must have fit on every rank. If only gradients move, any common order is right.
   bool served = true;

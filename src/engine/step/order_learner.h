@@ -31,9 +31,9 @@ class OrderLearner {
 
   // Forgets the order, which is then learned again.
   void restart(const ModelDesc& assumed) {
-    const int forwards = forwards_;
+    const bool stays_whole = stays_whole_;
     *this = OrderLearner(assumed, scope_);
-    forwards_ = forwards;
+    stays_whole_ = stays_whole;
   }
   bool done() const { return done_; }  // agree() was called, so nothing more is recorded
 
@@ -41,10 +41,14 @@ class OrderLearner {
   // backward counts.
   void begin_forward(bool trains);
   void end_forward() { in_forward_ = false; }
-  // Begins a backward. Returns whether assumed() has changed. A backward that follows several
-  // forwards may return to units, and each rank may return to other units. So the assumed backward
-  // then keeps all units whole to its end, unless the ranks agreed on an order that they saw.
-  bool begin_backward();
+  void begin_backward();
+
+  // Returns whether a backward that returns to units needs keep_whole(): parameters move, and the
+  // ranks have not agreed on an order that they saw.
+  bool may_return() const;
+  // Lets the assumed backward keep all units whole to its end. Such a backward may go through
+  // several forwards, and each rank may return to other units.
+  void keep_whole();
   const ModelDesc& assumed() const { return assumed_; }
 
   // A unit begins or ends in pass kForward or kBackward.
@@ -78,7 +82,6 @@ class OrderLearner {
   Scope scope_;
   OrderRecord forward_, backward_;
   std::vector<int> spanning_;
-  int forwards_ = 0;          // training forwards since the last backward
   bool in_forward_ = false;   // a forward is being recorded
   bool stays_whole_ = false;  // the assumed backward returns to units
   bool done_ = false;

@@ -46,23 +46,22 @@ OrderLearner::ShareText beside(const std::string& order, const std::string& off_
   };
 }
 
-TEST(OrderLearner, UnitsStayWholeInABackwardThatFollowsSeveralForwards) {
-  const std::string once = visits_text(chain(3).backward);
+TEST(OrderLearner, UnitsStayWholeInABackwardThatReturnsToUnits) {
   const std::string whole = "u0 begin\nu2 begin\nu1 begin\nu2 end\nu1 end\nu0 end";
   OrderLearner learner(chain(3), moving());
   run(learner, kForward, {1, 2});
-  EXPECT_FALSE(learner.begin_backward());
-  EXPECT_EQ(visits_text(learner.assumed().backward), once);
-  run(learner, kForward, {1, 2});
   run(learner, kForward, {2});
-  EXPECT_TRUE(learner.begin_backward());
+  ASSERT_TRUE(learner.may_return());
+  learner.keep_whole();
+  EXPECT_FALSE(learner.may_return());
   EXPECT_EQ(visits_text(learner.assumed().backward), whole);
   // The other rank skips another unit, so the assumed order stays.
-  const ModelDesc model = learner.agree(0, beside("other", "0"));
-  EXPECT_EQ(visits_text(model.backward), whole);
+  EXPECT_EQ(visits_text(learner.agree(0, beside("other", "0")).backward), whole);
+  learner.restart(learner.assumed());
+  EXPECT_FALSE(learner.may_return());
 }
 
-TEST(OrderLearner, ADisagreementIsNoticedInALaterBackwardThatFollowsSeveralForwards) {
+TEST(OrderLearner, ABackwardMayReturnUnlessTheRanksSawOneOrder) {
   for (const bool differ : {false, true}) {
     OrderLearner learner(chain(3), moving());
     run(learner, kForward, {1, 2});
@@ -72,9 +71,38 @@ TEST(OrderLearner, ADisagreementIsNoticedInALaterBackwardThatFollowsSeveralForwa
     } else {
       learner.agree(0, alone);
     }
-    run(learner, kForward, {1, 2});
-    run(learner, kForward, {1, 2});
-    EXPECT_EQ(learner.begin_backward(), differ);
+    EXPECT_EQ(learner.may_return(), differ);
+  }
+  OrderLearner::Scope stage = moving(), still = moving();
+  stage.interleaves = true;
+  still.moves_params = false;
+  EXPECT_FALSE(OrderLearner(chain(3), stage).may_return());
+  EXPECT_FALSE(OrderLearner(chain(3), still).may_return());
+}
+
+struct Missing {
+  std::vector<int> ran;  // in forward, and in reverse order in backward
+  const char *forward, *backward;
+  bool whole = false;
+};
+
+TEST(OrderLearner, UnitsThatDidNotRunComeWhereTheAssumedOrderHasThem) {
+  const Missing table[] = {
+      {{2, 3}, "u0 begin\nu1\nu2\nu3\nu0 end", "u0 begin\nu3\nu2\nu1\nu0 end"},
+      {{1, 3}, "u0 begin\nu1\nu2\nu3\nu0 end", "u0 begin\nu3\nu2\nu1\nu0 end"},
+      {{1, 2}, "u0 begin\nu1\nu2\nu3\nu0 end", "u0 begin\nu3\nu2\nu1\nu0 end"},
+      {{3, 1}, "u0 begin\nu3\nu1\nu2\nu0 end", "u0 begin\nu1\nu3\nu2\nu0 end"},
+      {{2}, "u0 begin\nu1\nu2\nu3\nu0 end", "u0 begin\nu3\nu2\nu1\nu0 end"},
+      {{1, 3}, "u0 begin\nu1\nu2\nu3\nu0 end", "u0 begin\nu3\nu2 begin\nu1\nu2 end\nu0 end", true},
+  };
+  for (const Missing& one : table) {
+    OrderLearner learner(chain(4), moving());
+    run(learner, kForward, one.ran);
+    if (one.whole) learner.keep_whole();
+    run(learner, kBackward, {one.ran.rbegin(), one.ran.rend()});
+    const ModelDesc model = learner.agree(0, alone);
+    EXPECT_EQ(visits_text(model.forward), one.forward);
+    EXPECT_EQ(visits_text(model.backward), one.backward);
   }
 }
 
