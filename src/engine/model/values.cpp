@@ -123,13 +123,17 @@ at::Tensor Values::gradient(const std::string& param) {
 
 namespace {
 
-// [all ranks] Returns the names of the parameters that got a gradient on any rank in this window.
-std::set<std::string> reached(exec::Executor& executor, const tiles::TiledWeights& tiled) {
+// [all ranks] Returns the names of the parameters that got a gradient on any rank in this window,
+// or only `only` if it is not empty.
+std::set<std::string> reached(exec::Executor& executor, const tiles::TiledWeights& tiled,
+                              const std::string& only) {
   std::vector<std::string> mine;
   for (size_t unit = 0; unit < executor.units().size(); ++unit) {
     for (const exec::Flat& flat : executor.units()[unit].flats) {
       for (const exec::Slot& slot : flat.slots) {
-        if (slot.touched) mine.push_back(tiled.whole_of(static_cast<int>(unit), slot.name).first);
+        if (!slot.touched) continue;
+        const std::string name = tiled.whole_of(static_cast<int>(unit), slot.name).first;
+        if (only.empty() || name == only) mine.push_back(name);
       }
     }
   }
@@ -187,7 +191,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
     }
   }
   // torch has no gradient of a parameter that no loss reached, and its optimizers leave it alone.
-  const std::set<std::string> names = reached(*state_->executor, *state_->tiled);
+  const std::set<std::string> names = reached(*state_->executor, *state_->tiled, only);
   std::erase_if(tensors, [&](const auto& one) { return !names.contains(one.first); });
   return tensors;
 }

@@ -418,5 +418,13 @@ class EngineCheckpoints:
         if custom_load_fn is None:
             self.native.load_state_dict(checkpoint["module"], strict=strict)
             return
+
+        def load() -> None:
+            try:
+                custom_load_fn(src=checkpoint["module"], dst=self._model)
+            except Exception as error:
+                text = f"custom_load_fn raised {type(error).__name__}: {error}"
+                raise RuntimeFault(text) from error
+
         with self.native.gathered(write=True):
-            custom_load_fn(src=checkpoint["module"], dst=self._model)
+            _together(load)

@@ -93,9 +93,8 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     engine = _engine(param)
     try:
         engine.set_grads({engine.name_of(param): value})
-    except ConfigError:
-        fits = isinstance(value, torch.Tensor) and value.shape == param.shape
-        if not fits or not param.requires_grad or engine.config.strategy == "ddp":
+    except ConfigError as error:
+        if "on every rank" not in str(error) or engine.config.strategy == "ddp":
             raise
         warning_once("safe_set_full_grad: ranks pass different values; each sets only its part")
         run = -(-value.numel() // dist.get_world_size())

@@ -139,12 +139,13 @@ class PipelineModule(nn.Module):
         begin, end = self.parts[self._grid.stage_id : self._grid.stage_id + 2]
         self.forward_funcs = self.whole.forward_funcs[begin:end]
         self.tied_modules = nn.ModuleDict()
-        keys = {id(next(one.parameters())): key for key, one in self.whole.tied.items()}
+        keys = {id(next(one.parameters(), None)): key for key, one in self.whole.tied.items()}
         for index, layer in enumerate(self.forward_funcs, begin):
             module = layer.module if isinstance(layer, pipeline_layers.TiedLayer) else layer
             if not isinstance(module, nn.Module):
                 continue
-            key = keys.get(id(next(module.parameters(), None)))
+            first = next(module.parameters(), None)
+            key = None if first is None else keys.get(id(first))
             if key is None:
                 self.add_module(str(index), module)
             elif key not in self.tied_modules:
@@ -245,10 +246,20 @@ class PipelineModule(nn.Module):
         whole = {id(one) for one in self.whole.parameters()}
         outside = [name for name, one in self.named_parameters() if id(one) not in whole]
         named = dict([*self.whole.named_parameters(), *self.whole.named_buffers()])
-        told = _gathered((outside, {name: _about(one) for name, one in named.items()}), self._grid)
-        names = {name for _, tensors in told for name in tensors}
-        for name in sorted(names) + [name for one, _ in told for name in one]:
-            if not all(name in tensors for _, tensors in told):
+        begin, end = self.parts[self._grid.stage_id : self._grid.stage_id + 2]
+        own = self.whole.forward_funcs[begin:end]
+        edited = list(map(id, self.forward_funcs)) != list(map(id, own))
+        told = _gathered(
+            (outside, {name: _about(one) for name, one in named.items()}, edited), self._grid
+        )
+        if any(one[2] for one in told):
+            raise ConfigError(
+                "[deepspeed::initialize] forward_funcs of the PipelineModule was edited, which "
+                "changes no layer that the engine runs: pass other layers to PipelineModule()"
+            )
+        names = {name for one in told for name in one[1]}
+        for name in sorted(names) + [name for one in told for name in one[0]]:
+            if not all(name in one[1] for one in told):
                 raise ConfigError(
                     f'[deepspeed::initialize] the PipelineModule has "{name}" on some ranks only, '
                     f"or outside its layers: create it in the constructor of a layer"
