@@ -221,3 +221,27 @@ def test_a_shared_loss_in_fp16_is_refused(call, stage, drop_in_pools):
     """As in DeepSpeed: one loss cannot be multiplied by two scales."""
     for said in drop_in_pools(WORLD).run(shared, call, stage):
         assert "the loss is not scaled" in said
+
+
+def load_that_fails_on(rank: int, stage: int) -> str:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+              "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}  # fmt: skip
+    model = torch.nn.Linear(4, 4)
+    weights = {name: one.clone() for name, one in model.state_dict().items()}
+    engine = pipes.deepspeed().initialize(model=model, config=config)[0]
+
+    def load(src, dst):
+        if torch.distributed.get_rank() == rank:
+            raise KeyError("head")
+        dst.load_state_dict(src)
+
+    text = error_of(lambda: engine.load_module_state_dict({"module": weights}, custom_load_fn=load))
+    engine.destroy()
+    return str(text)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_custom_load_fn_that_fails_on_one_rank_is_an_error_on_all(rank, stage, drop_in_pools):
+    for text in drop_in_pools(2).run(load_that_fails_on, rank, stage):
+        assert f"rank {rank}: custom_load_fn raised KeyError: 'head'" in text

@@ -197,3 +197,23 @@ def refused(index: int) -> str:
 def test_all_ranks_refuse(index, drop_in_pools):
     for text in drop_in_pools(2).run(refused, index):
         assert re.search(REFUSED[index][1], text), text
+
+
+def edited_layers(which: int) -> str:
+    """The error of initialize() for a module whose stage `which` replaced a layer."""
+    ds = pipes.deepspeed()
+    shared = ds.pipe.TiedLayerSpec("same", nn.Identity, tied_weight_attr=[])  # no parameters
+    model = ds.pipe.PipelineModule(
+        [nn.Embedding(VOCAB, WIDTH), shared, shared, nn.Linear(WIDTH, VOCAB)],
+        num_stages=2,
+        loss_fn=pipes.cross_entropy,
+    )
+    if stage() == which:
+        model.forward_funcs[-1] = torch.zeros_like
+    return raised(lambda: ds.initialize(model=model, config=pipes.config_of()))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_edit_of_forward_funcs_is_refused_on_all_stages(which, drop_in_pools):
+    for error in drop_in_pools(2).run(edited_layers, which):
+        assert "forward_funcs of the PipelineModule was edited" in str(error), error
