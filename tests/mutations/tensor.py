@@ -152,7 +152,7 @@ OVER_TENSOR_RANKS = [
         """  executor_.broadcast(concat(label, " ", slot.name), whole.data_ptr(),
                       static_cast<int64_t>(whole.nbytes()));
 """,
-        "",
+        "  static_cast<void>(label);\n",
         life("evaluates"),
     ),
     Mutation(

@@ -16,7 +16,7 @@ from PIL import Image
 from penstock import cli
 from penstock.monitor import report, run, svg
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "tools"))
 
 import report_picture  # noqa: E402
 
