@@ -225,6 +225,26 @@ def test_ranks_that_asked_for_no_trace_are_not_waited_for(pools, tmp_path):
     assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {2, 3}
 
 
+def traced_backwards(path):
+    engine = penstock.initialize(model(), {"strategy": "zero3", "units": {"layer_bytes": 1000}})
+    steps(engine, 2)
+    engine.trace(path, STEPS)
+    steps(engine, STEPS)
+    engine.close()
+
+
+def test_backwards_of_units_follow_each_other(pools, tmp_path):
+    pools(2).run(traced_backwards, str(tmp_path / "trace.json"))
+    events = read_trace(tmp_path / "trace.json")["traceEvents"]
+    found = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["pid"] == 0 and event["name"].startswith("backward u")
+    )
+    assert len(found) >= 4 * STEPS
+    assert all(begin >= end - 1 for (_, end), (begin, _) in zip(found, found[1:], strict=False))
+
+
 def machine_file(path, **fields):
     path.write_text(json.dumps({"flops": 1e10, "local": 1e9, "device_memory": 5e9} | fields))
     return str(path)
