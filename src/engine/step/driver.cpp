@@ -151,18 +151,6 @@ void Driver::enter(Op op, int unit) {
   executor_.params().require(unit);
 }
 
-// Returns whether the lines before `end` end a unit of this backward that has not been entered, and
-// that the backward may still enter. finish() runs these lines.
-bool Driver::would_skip(size_t end) const {
-  if (!executor_.table().moves_params()) return false;
-  for (size_t i = next_; end != kNotFound && i < end; ++i) {
-    const Step& step = (*steps_)[i].step;
-    const int unit = step.op == Op::kBackward ? step.units.front() : 0;
-    if (step.mark == Mark::kEnd && unit != 0 && active_[unit] == 0 && !done_[unit]) return true;
-  }
-  return false;
-}
-
 void Driver::leave(Op op, int unit) {
   const bool entered = active_[unit] > 0;
   active_[unit] = op == Op::kBackward ? 0 : std::max(0, active_[unit] - 1);
@@ -173,7 +161,18 @@ void Driver::leave(Op op, int unit) {
     // A unit whose parameters do not move has no enter(), so its first line is passed here.
     if (!entered) pass(find(op, unit, false));
     const size_t end = find(op, unit, true);
-    if (op != Op::kBackward || !would_skip(end)) {
+    // A backward that returns to units may still enter a unit whose end comes first. finish() runs
+    // these lines.
+    const bool skips =
+        op == Op::kBackward && executor_.table().moves_params() && end != kNotFound &&
+        std::any_of(steps_->begin() + static_cast<ptrdiff_t>(next_),
+                    steps_->begin() + static_cast<ptrdiff_t>(end), [this](const auto& planned) {
+                      const Step& step = planned.step;
+                      if (step.op != Op::kBackward || step.mark != Mark::kEnd) return false;
+                      const int other = step.units.front();
+                      return other != 0 && active_[other] == 0 && !done_[other];
+                    });
+    if (!skips) {
       pass(end);
       run_moves();
     }

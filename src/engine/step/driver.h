@@ -72,7 +72,6 @@ class Driver {
  private:
   size_t find(Op op, int unit, bool end) const;
   void run_to(size_t end);
-  bool would_skip(size_t end) const;
   void bring_back();
   void run_moves();  // runs the lines before the next compute line
   void run(const exec::PlannedStep& planned);
