@@ -124,7 +124,7 @@ def refused(story: Any, config: Any, extra: Any) -> str:
 
 LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED = [
-    (packed, {}, {"rope_parameters": LONG}, "depends on the length"),
+    (packed, {}, {"rope_parameters": LONG}, "depends on the sequence length"),
     (other_sequences, {}, {}, "have parts of the same sequences"),
     (by_place, {}, {}, "pass inputs by name"),
     (of_four_dimensions, {}, {}, "attention_mask has 4 dims"),

@@ -171,7 +171,7 @@ def test_an_error_leaves_the_last_steps(tmp_path, capfd):
         engine(torch.randn(4, 128), fail=True)
     (path,) = tmp_path.glob("penstock-rank0-pid*.trace.json")
     said = (
-        "penstock: rank 0, step 4, where its forward raised ValueError: not today; its last steps"
+        "penstock: rank 0, step 4, where its forward raised ValueError: not today; the last steps"
     )
     assert f"{said} are in {path}" in capfd.readouterr().err
     trace = read_trace(path)
