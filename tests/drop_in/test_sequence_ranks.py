@@ -354,7 +354,7 @@ SAYS = {
     "even": "5 tokens do not divide",
     "shape": '"weight" is [1, 3]',
     "few": "1 key and value heads on 2 ranks",
-    "odd": "a multiple of them",
+    "odd": "a multiple of these",
 }
 
 
