@@ -279,7 +279,7 @@ REFUSED = {
     "sum": ("net", _specs({"patterns": ["qkv"], "grad_allreduce": True}), "stays whole"),
     "embedding": ("net", _specs({"patterns": ["tokens"]}), "is an Embedding"),
     "strict": ("net", _specs(SPECS[0], strict_mode=True), 'no spec for "qkv"'),
-    "parts": ("gpt2", _specs({"patterns": [r".*c_attn"]}), 'wants "column:3"'),
+    "parts": ("gpt2", _specs({"patterns": [r".*c_attn"]}), 'needs "column:3"'),
     "none": ("net", {}, "parallel.rules"),
     "nothing": ("llama", _specs({"patterns": ["q_proj"]}), "names no layer"),
     "size": ("net", {"tp": {"tp_size": 4}}, "1, or autotp_size"),
