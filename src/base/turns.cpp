@@ -19,7 +19,6 @@ constexpr const char* kBackward = "backward";  // the kind of a backward's turn
 // lanes.
 constexpr std::array<const char*, 5> kAlike = {"gather", "reduce", "control", "update", "stage"};
 constexpr char kField = '\x1f', kLine = '\x1e';
-constexpr const char* kOffPlan = " off plan";  // see exec::Params
 constexpr const char* kDifference = "[comm::exchange] the ranks made different calls: ";
 
 std::string name(int rank) { return concat("rank ", rank); }

@@ -24,6 +24,10 @@ struct Turn {
   bool owes = false;   // because of the error, not all collectives of the turn were made
 };
 
+// How the texts of collectives end that gather a unit off plan: the rank runs units in an order
+// that no plan has.
+inline constexpr const char* kOffPlan = " off plan";
+
 // What a rank says about itself: its last turns, and the collective in which it waits.
 struct Standing {
   int rank = 0;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "src/base/text.h"
+#include "src/base/turns.h"
 
 namespace penstock::exec {
 
@@ -42,7 +43,7 @@ void Params::move_to(int index, Phase phase) {
   if (wanted != rank_.whole() && !whole(index)) return;  // the unit may also stay at rest
   const std::vector<Move> moves = book.way_to(wanted);
   const Step step{.op = Op::kMove, .units = {index}, .moves = moves};
-  go({index}, moves, concat(step.text(), " (", rank_.units[index].name, ") off plan"));
+  go({index}, moves, concat(step.text(), " (", rank_.units[index].name, ")", kOffPlan));
 }
 
 void Params::go(const std::vector<int>& units, const std::vector<Move>& moves,

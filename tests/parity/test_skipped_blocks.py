@@ -90,10 +90,10 @@ TWICE = {
 }
 
 
-def runs_of_blocks(strategy, steps, windows):
+def runs_of_blocks(strategy, steps, unused):
     model = models.fill(Leaves())
     engine = start(strategy, model=model, comm={"timeout_s": 20})
-    if windows:  # graphs that no backward follows
+    if unused:  # graphs that no backward follows
         for _ in range(2):
             engine(mine(0)[0])
     for step, runs in enumerate(steps):
@@ -108,7 +108,8 @@ def runs_of_blocks(strategy, steps, windows):
     return state, plan
 
 
-def plain_runs_of_blocks(steps):
+def plain_runs_of_blocks(steps, accumulate=1):
+    """Weights of plain torch on the batches of both ranks."""
     model = models.fill(Leaves())
     optimizer = torch.optim.SGD(model.parameters(), lr=SGD["lr"])
     for step, runs in enumerate(steps):
@@ -118,7 +119,7 @@ def plain_runs_of_blocks(steps):
             for rank in range(2):
                 model.out = {0, 1, 2} - set(map(int, ranks[rank]))
                 rows = slice(2 * rank, 2 * rank + 2)
-                (loss_of(model, x[rows], y[rows]) / 2).backward()
+                (loss_of(model, x[rows], y[rows]) / 2 / accumulate).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -168,15 +169,4 @@ def blocks_that_step_one_did_not_run(strategy, steps):
 @every_strategy
 def test_blocks_that_step_one_did_not_run(strategy, steps, pools):
     state = pools(2).run(blocks_that_step_one_did_not_run, strategy, steps)[0]
-    model = models.fill(Leaves())
-    optimizer = torch.optim.SGD(model.parameters(), lr=SGD["lr"])
-    for step, runs in enumerate(steps):
-        optimizer.zero_grad()
-        x, y = data(step)
-        for ranks in runs:
-            for rank in range(2):
-                model.out = {0, 1, 2} - set(map(int, ranks[rank]))
-                rows = slice(2 * rank, 2 * rank + 2)
-                (loss_of(model, x[rows], y[rows]) / 2 / len(runs)).backward()
-        optimizer.step()
-    assert_close(state, model.state_dict())
+    assert_close(state, plain_runs_of_blocks(steps, accumulate=len(steps[0])))

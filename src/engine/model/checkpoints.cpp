@@ -26,7 +26,6 @@
 #include "src/ckpt/damaged.h"
 #include "src/ckpt/load.h"
 #include "src/engine/step/core_state.h"
-#include "src/engine/step/unit_order.h"
 #include "src/engine/step/window_agreement.h"
 #include "src/plan/strategy.h"
 
@@ -191,9 +190,7 @@ struct Core::State::Checkpointing {
 
 std::vector<std::string> Core::State::Checkpointing::share(const std::string& label,
                                                            const std::string& text) const {
-  return engine::share_text(label, text, [&](const std::string& name, const std::string& payload) {
-    return state.executor->share(name, payload);
-  });
+  return engine::share_text(*state.executor, label, text);
 }
 
 // Returns an error text if nothing can be saved now. Otherwise returns "".

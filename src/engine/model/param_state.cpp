@@ -21,7 +21,6 @@
 #include "src/ckpt/inventory.h"
 #include "src/device/kernels.h"
 #include "src/engine/step/core_state.h"
-#include "src/engine/step/unit_order.h"
 #include "src/engine/step/window_agreement.h"
 
 namespace penstock {
@@ -100,9 +99,8 @@ struct Values::ParamState {
     if (role == kParam || (known && !role.empty())) return;
     if (is_count()) {
       throw ConfigError(
-          "[engine::local_state] \"step\" is one number for the full parameter. Use param_state() "
-          "and "
-          "set_param_state()");
+          "[engine::local_state] \"step\" is one number for the full parameter. Use "
+          "param_state() and set_param_state()");
     }
     throw ConfigError(concat("[engine::state] the optimizer keeps no \"", role, "\""));
   }
@@ -139,9 +137,7 @@ struct Values::ParamState {
   at::Tensor count() const {
     const std::vector<exec::Slot*> own = slots();
     const std::string mine = own.empty() ? "" : std::to_string(own.front()->updates);
-    for (const std::string& one : engine::share_text(
-             "state step", mine,
-             [&](auto label, auto text) { return state.executor->share(label, text); })) {
+    for (const std::string& one : engine::share_text(*state.executor, "state step", mine)) {
       if (!one.empty()) return at::full({}, std::stod(one), at::TensorOptions(at::kFloat));
     }
     throw unknown();

@@ -138,10 +138,7 @@ std::set<std::string> reached(exec::Executor& executor, const tiles::TiledWeight
     }
   }
   std::set<std::string> names;
-  for (const std::string& text : engine::share_text(
-           "reached", join(mine, "\n"), [&](const std::string& label, const std::string& payload) {
-             return executor.share(label, payload);
-           })) {
+  for (const std::string& text : engine::share_text(executor, "reached", join(mine, "\n"))) {
     for (std::string& name : split(text, '\n')) names.insert(std::move(name));
   }
   return names;

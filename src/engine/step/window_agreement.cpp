@@ -73,12 +73,16 @@ std::string say_each(exec::Executor& executor, const std::string& label, bool mi
   return all;
 }
 
+std::vector<std::string> share_text(exec::Executor& executor, const std::string& label,
+                                    const std::string& mine) {
+  return share_text(label, mine, [&](const std::string& name, const std::string& payload) {
+    return executor.share(name, payload);
+  });
+}
+
 std::string first_problem(exec::Executor& executor, const std::string& label,
                           const std::string& mine) {
-  const std::vector<std::string> all =
-      share_text(label, mine, [&](const std::string& name, const std::string& payload) {
-        return executor.share(name, payload);
-      });
+  const std::vector<std::string> all = share_text(executor, label, mine);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (!all[rank].empty()) return concat("rank ", rank, ": ", all[rank]);
   }

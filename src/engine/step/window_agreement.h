@@ -35,6 +35,9 @@ bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window
 void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed);
 // [all ranks] Returns one character per rank: '1' if `mine` is true on that rank, else '0'.
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
+// [all ranks] Returns the text of each rank, by rank. Texts may differ in length.
+std::vector<std::string> share_text(exec::Executor& executor, const std::string& label,
+                                    const std::string& mine);
 // [all ranks] Returns the problem of the first rank that has one, as "rank 2: ...", or "" if no
 // rank has one.
 std::string first_problem(exec::Executor& executor, const std::string& label,

@@ -312,8 +312,8 @@ def _flat(params: Any) -> Iterator[torch.Tensor]:
 
 
 def _states(params: list[torch.Tensor], modifier_rank: int | None) -> list[Any]:
-    """Returns the status of each parameter. Of a parameter that an outer block has gathered, only
-    that block may write values."""
+    """Returns the status of each parameter. Only the outermost block that gathers a parameter may
+    write its values."""
     states = [getattr(param, "ds_status", None) for param in params]
     if modifier_rank is not None and ZeroParamStatus.AVAILABLE in states:
         raise penstock.RuntimeFault(
