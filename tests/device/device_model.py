@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import moved
 
 VOCABULARY, LENGTH, BATCH = 61, 16, 4
 
@@ -88,12 +89,7 @@ class Trained:
 def build(device: str, dropout: float = 0.0) -> GPT:
     """The same weights on every device. Tied weights stay tied only by swapping (README.md)."""
     torch.manual_seed(0)
-    model = GPT(dropout=dropout)
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        return model.to(device)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
+    return moved(GPT(dropout=dropout), device)
 
 
 def train(device: str, case: Training, steps: int = 3) -> Trained:

@@ -97,7 +97,10 @@ def moved(model: nn.Module, device: str) -> nn.Module:
     if device == "cpu":
         return model
     torch.__future__.set_swap_module_params_on_conversion(device.startswith("sim"))
-    return model.to(device)
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def sent(part: Part, device: str) -> Part:
