@@ -80,18 +80,18 @@ def test_lightning_modules(tmp_path, request):
         _compare(found[case], {"losses": expected[like]["losses"]}, case)
 
 
-def test_accelerator(device_pools):
-    assert device_pools(2).run(drop_in_ranks.accelerator) == [[], []]
+def test_accelerator(drop_in_pools):
+    assert drop_in_pools(2).run(drop_in_ranks.accelerator) == [[], []]
 
 
 CALLS = ("chosen", "refused", "collectives", "loader")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_calls(call, device_pools):
-    device_pools(2).run(getattr(drop_in_ranks, call))
+def test_calls(call, drop_in_pools):
+    drop_in_pools(2).run(getattr(drop_in_ranks, call))
 
 
 @pytest.mark.parametrize(("stage", "built"), ((1, True), (3, False), (3, True)))
-def test_parameters(stage, built, device_pools):
-    device_pools(2).run(drop_in_ranks.parameters, stage, built)
+def test_parameters(stage, built, drop_in_pools):
+    drop_in_pools(2).run(drop_in_ranks.parameters, stage, built)
