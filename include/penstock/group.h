@@ -124,10 +124,11 @@ class PENSTOCK_API Group {
       std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks)>;
   void set_device_groups(DeviceGroups make) { device_groups_ = std::move(make); }
   const DeviceGroups& device_groups() const { return device_groups_; }
-  // Collective over `ranks`. Connects these ranks for collectives on a device's memory. When this
-  // rank's exchanges end, these collectives end as well. The output of a collective that is aborted
-  // in progress is undefined.
-  std::shared_ptr<comm::DeviceCollectives> connect_on_device(const std::vector<int>& ranks);
+  // Collective over `ranks`. Connects these ranks for collectives on the memory of `device`. When
+  // this rank's exchanges end, these collectives end as well. The output of a collective that is
+  // aborted in progress is undefined. Throws RuntimeFault if the ranks cannot be connected in time.
+  std::shared_ptr<comm::DeviceCollectives> connect_on_device(const std::vector<int>& ranks,
+                                                             c10::Device device);
   // Names the device collective that was aborted in progress, if any: "step 7, collective 12 of
   // lane gather, `publish ...`".
   std::string cut_off_on_device();
@@ -164,6 +165,8 @@ class PENSTOCK_API Group {
   // Ends this rank's exchanges when a peer's process ends, even if no exchange on the host is in
   // progress.
   virtual void watch_peers() {}
+  // Returns how long connect_on_device() waits for the other ranks.
+  virtual std::chrono::milliseconds time_to_connect() { return std::chrono::minutes(10); }
   comm::DeviceBackends& back_ends() { return *back_ends_; }
 
  private:

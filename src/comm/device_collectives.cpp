@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include <c10/core/DeviceGuard.h>
@@ -11,10 +12,69 @@
 
 namespace penstock::comm {
 
+namespace {
+
+constexpr std::chrono::milliseconds kPollRefusal{20};  // time between two checks for a refusal
+constexpr std::chrono::milliseconds kShutDown{2000};   // time for peers to shut down, too
+
+}  // namespace
+
 DeviceCollectives::DeviceCollectives(c10::intrusive_ptr<c10d::Backend> back_end)
     : back_end_(std::move(back_end)) {}
 
 DeviceCollectives::~DeviceCollectives() = default;
+
+// Runs a call that may wait for peers, and that nothing can end, on a thread of its own. Returns
+// false if it has not returned within `limit` or before refuse(); the thread then goes on alone.
+bool DeviceCollectives::call(const std::function<void(c10d::Backend&)>& call, c10::Device device,
+                             std::chrono::milliseconds limit) {
+  struct Called {
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool over = false;
+    std::exception_ptr error;
+  };
+  const auto called = std::make_shared<Called>();
+  std::thread([called, call, device, back_end = back_end_] {
+    std::exception_ptr error;
+    try {
+      const c10::DeviceGuard guard(device);  // [Note: Contexts]
+      call(*back_end);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const std::lock_guard lock(called->mutex);
+    called->error = error;
+    called->over = true;
+    called->ended.notify_all();
+  }).detach();
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  std::unique_lock lock(called->mutex);
+  while (!called->over && std::chrono::steady_clock::now() < deadline) {
+    called->ended.wait_for(lock, kPollRefusal, [&] { return called->over; });
+    if (!called->over && is_refused()) return false;
+  }
+  if (called->error) std::rethrow_exception(called->error);
+  return called->over;
+}
+
+bool DeviceCollectives::is_refused() {
+  const std::lock_guard lock(mutex_);
+  return !refused_.empty();
+}
+
+void DeviceCollectives::connect(c10::Device device, std::chrono::milliseconds limit) {
+  const auto eagerly = [device](c10d::Backend& it) { it.eagerConnectSingleDevice(device); };
+  {
+    const std::lock_guard lock(mutex_);
+    device_ = device;
+  }
+  if (call(eagerly, device, limit)) return;
+  const std::lock_guard lock(mutex_);
+  if (!refused_.empty()) throw Aborted(refused_);
+  throw std::runtime_error(
+      concat("timed out after ", static_cast<double>(limit.count()) / 1e3, " s"));
+}
 
 void DeviceCollectives::run(const Position& position, const c10::Stream& stream,
                             const std::function<void()>& queue) {
@@ -129,10 +189,10 @@ std::optional<Position> DeviceCollectives::abort() {
 void DeviceCollectives::shut_down() {
   {
     const std::lock_guard lock(mutex_);
-    if (aborted_) return;
+    if (aborted_ || !device_) return;
   }
   try {
-    back_end_->shutdown();
+    call([](c10d::Backend& it) { it.shutdown(); }, *device_, kShutDown);
   } catch (const std::exception& error) {  // the engine is closed, and no call can report this
     std::fprintf(stderr, "penstock: a device's collectives did not shut down: %s\n",
                  reason(error).c_str());

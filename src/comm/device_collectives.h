@@ -36,6 +36,11 @@ class DeviceCollectives {
   DeviceCollectives(const DeviceCollectives&) = delete;
   DeviceCollectives& operator=(const DeviceCollectives&) = delete;
 
+  // [all ranks] Connects the ranks for collectives on that device. A back end that would connect in
+  // its first collective connects now, because abort() cannot end that. Throws Aborted after
+  // refuse(), and std::exception if the ranks are not connected within `limit`.
+  void connect(c10::Device device, std::chrono::milliseconds limit);
+
   // Calls `queue`, which calls some of the collectives below. These collectives work on `stream`.
   // Throws Aborted.
   void run(const Position& position, const c10::Stream& stream, const std::function<void()>& queue);
@@ -63,7 +68,8 @@ class DeviceCollectives {
   // Call after refuse(). Aborts unfinished collectives, whose output is then undefined. Returns the
   // first collective that was aborted, if any. Any thread.
   std::optional<Position> abort();
-  // Call when nothing is queued. Ends the threads and connections of the back end.
+  // Call when nothing is queued. Ends the threads and connections of the back end. A back end may
+  // wait for its peers there; after two seconds it does so without the caller.
   void shut_down();
 
  private:
@@ -72,6 +78,9 @@ class DeviceCollectives {
     std::optional<c10::Event> end;  // unset while it is being queued; queueing may wait for a peer
   };
   void forget_ended();
+  bool is_refused();
+  bool call(const std::function<void(c10d::Backend&)>& call, c10::Device device,
+            std::chrono::milliseconds limit);
 
   const c10::intrusive_ptr<c10d::Backend> back_end_;
   std::mutex mutex_;

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/comm/device_backends.h"
 
@@ -24,9 +25,19 @@ Group::Group() : back_ends_(std::make_unique<comm::DeviceBackends>()) {}
 // If close() was not called, this rank's device collectives may still wait for peers.
 Group::~Group() { back_ends_->abort("the group was destroyed without close()"); }
 
-std::shared_ptr<comm::DeviceCollectives> Group::connect_on_device(const std::vector<int>& ranks) {
+// Peers are watched before they are met, so the wait ends if a peer's process does.
+std::shared_ptr<comm::DeviceCollectives> Group::connect_on_device(const std::vector<int>& ranks,
+                                                                  c10::Device device) {
   auto made = back_ends_->add(device_groups_(ranks));
   watch_peers();
+  try {
+    made->connect(device, time_to_connect());
+  } catch (const std::exception& error) {
+    std::string names;
+    for (const int rank : ranks) names += concat(names.empty() ? "" : ", ", rank);
+    throw RuntimeFault(concat("[comm::connect_on_device] ranks ", names, " did not connect on ",
+                              device.str(), ": ", roll_call(reason(error))));
+  }
   return made;
 }
 

@@ -51,6 +51,7 @@ class StoreGroup : public Group {
   // Called under mutex_ after ended_ is set: ends the waits in progress.
   virtual void abort_waits() = 0;
 
+  std::chrono::milliseconds time_to_connect() override { return limit(); }
   // Returns the time limit of the calling exchange. The first exchange gets at least kArrival.
   std::chrono::milliseconds limit();
   void waits_for(uint32_t tag, int peer) { watch_->board().waits_for(tag, peer); }

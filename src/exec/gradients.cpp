@@ -156,8 +156,9 @@ void Gradients::run(const PlannedStep& planned, bool late) {
   }
   walk->ready();
   walk_ = walk;
-  done_ = lanes_.reduce.submit(
-      [this, walk, label = planned.label] { walk->run(rank_.channels.reduce, label); });
+  done_ = lanes_.reduce.submit([this, walk, label = planned.label, turn = rank_.take_turn(*walk)] {
+    walk->run(rank_.channels.reduce, label, 0, turn.get());
+  });
 }
 
 void Gradients::sum(const PlannedStep& planned) {

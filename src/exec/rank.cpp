@@ -75,22 +75,21 @@ Members Rank::owners_across(const Flat& flat) const {
   return owners;
 }
 
-// Each lane gets its own connections. Two lanes may reach their collectives in different orders on
-// different ranks, and on shared connections the lanes would block each other.
+// Each lane gets its own connections, because collectives on one connection run one after another:
+// a gather would wait for the reductions that were launched before it.
 void Rank::connect() {
   if (!on_accelerator() || !group.device_groups()) return;
-  std::vector<const Members*> connected;
+  std::vector<const Members*> done;
   for (const std::vector<Axis>& axes :
        {std::vector<Axis>{Axis::kNode, Axis::kLocal}, std::vector<Axis>{Axis::kLocal},
         std::vector<Axis>{Axis::kNode}}) {
     const Members& members = groups.of(axes);
-    if (members.size() < 2 || std::count(connected.begin(), connected.end(), &members) > 0) {
-      continue;
-    }
-    connected.push_back(&members);
+    if (members.size() < 2 || std::count(done.begin(), done.end(), &members) > 0) continue;
+    done.push_back(&members);
     for (comm::Channel* channel : {&channels.gather, &channels.reduce}) {
-      channel->use(members, group.connect_on_device(members.ranks));
+      channel->use(members, group.connect_on_device(members.ranks, tiers.computes.where()));
     }
+    connected = true;
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "penstock/group.h"
+#include "src/comm/launch_order.h"
 #include "src/device/lane.h"
 #include "src/exec/channels.h"
 #include "src/exec/copy.h"
@@ -92,6 +93,12 @@ struct Rank {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
+  // Returns the turn of the next line of the plan. Returns null if the walk, which begins at pass
+  // `first`, launches no collectives on a device. The model's thread only.
+  std::shared_ptr<comm::LaunchOrder::Turn> take_turn(const Walk& walk, size_t first = 0) {
+    if (!connected || !walk.meets_on_device(first)) return nullptr;
+    return launches.next();
+  }
   // Returns whether this stage is the one that counts and saves a flat that several stages hold.
   bool is_first_owner(const Flat& flat) const {
     return flat.owners.empty() || flat.owners.front() == groups.pipeline().index;
@@ -132,6 +139,8 @@ struct Rank {
   mem::DiskTraffic traffic;
   std::vector<Doubt> doubts;  // read by the next norm
   Channels channels;
+  comm::LaunchOrder launches;
+  bool connected = false;  // whether ranks meet on a device
 };
 
 }  // namespace penstock::exec

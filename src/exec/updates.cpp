@@ -489,10 +489,11 @@ void Updates::publish(const PlannedStep& planned) {
   if (joined || in_window) {
     if (walk->route().local()) return;
     pack();
-    const device::Fence ready =
-        lanes_.gather.submit([this, walk, updated, label = planned.label, first = joined ? 1 : 0] {
+    const size_t first = joined ? 1 : 0;
+    const device::Fence ready = lanes_.gather.submit(
+        [this, walk, updated, label = planned.label, first, turn = rank_.take_turn(*walk, first)] {
           for (const device::Fence& update : updated) update.wait();
-          walk->run(rank_.channels.gather, label, first);
+          walk->run(rank_.channels.gather, label, first, turn.get());
         });
     for (const int unit : units) rank_.units[unit].param_ready = ready;
     return;

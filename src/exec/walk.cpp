@@ -154,14 +154,26 @@ bool Walk::counts_squares() const {
   return true;
 }
 
-void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first) {
+// Returns the number of the last such pass, counted from 1; 0 if there is none.
+size_t Walk::last_on_device(size_t first) const {
+  for (size_t i = route_.passes.size(); i > first; --i) {
+    const Pass& pass = route_.passes[i - 1];
+    if (pass.kind != PassKind::kLocal && owner(pass.from.tier) != nullptr) return i;
+  }
+  return 0;
+}
+
+void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first,
+               comm::LaunchOrder::Turn* turn) {
   if (!ready_) ready();
   for (const Travel& travel : travels_) {
     if (tiers_.disk) tiers_.disk->wait(travel.arriving);
   }
+  const size_t last = last_on_device(first);
   for (size_t i = first; i < route_.passes.size(); ++i) {
     const Pass& pass = route_.passes[i];
     if (host_reads(i)) tiers_.computes.synchronize();
+    if (turn != nullptr && i < last && pass.kind != PassKind::kLocal) turn->wait();
     switch (pass.kind) {
       case PassKind::kLocal:
         local(i);
@@ -174,6 +186,7 @@ void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first) {
         reduce(i, channel, label);
         break;
     }
+    if (turn != nullptr && i + 1 == last) turn->leave();
   }
   arrive();
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "src/comm/channel.h"
+#include "src/comm/launch_order.h"
 #include "src/mem/tiers.h"
 #include "src/place/groups.h"
 #include "src/plan/route.h"
@@ -37,9 +38,13 @@ class Walk {
   // follow the last add(). If the caller does not call ready(), run() does so on its own thread.
   void ready();
 
+  // Returns whether the passes from `first` on may launch collectives on a device. Their line then
+  // needs a turn ([Note: Launch order]).
+  bool meets_on_device(size_t first = 0) const { return last_on_device(first) > 0; }
   // Runs the passes, beginning with pass `first`, on the calling thread. `channel` must belong to
-  // that thread's lane.
-  void run(comm::Channel& channel, const comm::Label& label, size_t first = 0);
+  // that thread's lane. Leaves `turn`, if there is one, after the last collective on a device.
+  void run(comm::Channel& channel, const comm::Label& label, size_t first = 0,
+           comm::LaunchOrder::Turn* turn = nullptr);
   void let_go() { leases_.clear(); }  // frees the memory of ready(); must follow run()
   const Route& route() const { return route_; }
   // Returns whether the last pass computes the sums of squares.
@@ -53,6 +58,7 @@ class Walk {
   bool adds_here(const Travel& travel, size_t pass) const;
   const device::Device* owner(Tier tier) const { return on_host_ ? nullptr : tiers_.owner(tier); }
   bool host_reads(size_t pass) const;
+  size_t last_on_device(size_t first) const;
   bool sums_elsewhere(const Travel& travel, size_t pass) const;
   comm::Staging staging_of(size_t pass) const;
   void count_squares(size_t pass) const;

@@ -20,7 +20,9 @@ BACKENDS = "cpu:gloo,sim:simccl"
 
 
 def meet(port: int) -> None:
-    """Replaces the pool's default group, which knows no simulated device, the first time."""
+    """Replaces the pool's default group, which knows no simulated device, the first time. Each rank
+    has a device of its own, as NCCL demands."""
+    torch.accelerator.set_device_index(dist.get_rank())
     if dist.get_backend_config() == BACKENDS:
         return
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -140,7 +142,7 @@ def groups() -> None:
     dist.all_reduce(x, group=mesh.get_group())
     assert x.item() == 6
     many = [on("sim", i, rank) for i in range(3)]
-    with dist._coalescing_manager(device=torch.device("sim", 0), async_ops=True) as manager:
+    with dist._coalescing_manager(device=torch.device("sim", rank), async_ops=True) as manager:
         for one in many:
             dist.all_reduce(one)
     manager.wait()

@@ -100,6 +100,11 @@ def set_pinning_fails(fails: bool) -> None:
     _sim.set_pinning_fails(fails)
 
 
+def set_pageable_copies_are_late(late: bool) -> None:
+    """While set, copies of unpinned host memory do not wait if they are asked not to."""
+    _sim.set_pageable_copies_are_late(late)
+
+
 def write_wrongly(address: int) -> None:
     """Queues a kernel with a wrong index, which writes four bytes there."""
     _sim.write_wrongly(address)

@@ -463,7 +463,7 @@ MUTATIONS = [
         "late gradient lost",
         "src/engine/step/driver.cpp",
         "executor_.gradients().run(planned, true);",
-        "for (const int unit : step.units) {\n"
+        "for (const int unit : units) {\n"
         "        for (exec::Flat& flat : executor_.units()[unit].flats) {\n"
         "          const auto is_late = [&](const exec::Copy& copy) {\n"
         "            return copy.place == executor_.table().grad_after_backward();\n"

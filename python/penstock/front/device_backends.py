@@ -1,9 +1,12 @@
 """Back ends of torch.distributed with collectives on device memory: NCCL, RCCL, XCCL, UCC, and
 back ends that other packages register with torch."""
 
+import contextlib
 import datetime
 import itertools
+import os
 import typing
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,11 @@ _engines = itertools.count()
 # A back end's own timeout ends the process. The engine's timeout is shorter, and its error names
 # the missing rank.
 _LATER = datetime.timedelta(seconds=60)
+# ProcessGroupNCCL reads these variables when it is made. With a blocking wait it starts no watchdog
+# thread and keeps no list of works. That thread would sleep for a minute after an error of the
+# network, with a lock that every collective needs, and then end the process without naming a rank.
+# The engine's collectives are synchronous, so nothing blocks. XCCL follows NCCL.
+_UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_XCCL_BLOCKING_WAIT": "1"}
 
 
 def name_for(device: torch.device, wanted: str) -> str | None:
@@ -46,6 +54,21 @@ class DeviceGroups:
         return _make(self._name, store, own, members, self._timeout)
 
 
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables of this process for the context."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _kind(name: str) -> typing.Any:
     """Returns the class of a back end of torch itself, or None."""
     return getattr(dist, f"ProcessGroup{name.upper()}", None)
@@ -65,7 +88,8 @@ def _make(
     if kind is not None and hasattr(kind, "Options"):
         options = kind.Options()
         options._timeout = timeout
-        return kind(store, rank, size, options)
+        with _environment(_UNWATCHED):
+            return kind(store, rank, size, options)
     if kind is not None:
         return kind(store, rank, size, timeout)
     if not plugin.extended_api:

@@ -13,9 +13,11 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <random>
 #include <thread>
 
 #include "tests/device/simulated/arena.h"
+#include "tests/device/simulated/control.h"
 #include "tests/device/simulated/counting.h"
 #include "tests/device/simulated/stream.h"
 #include "tests/device/simulated/view.h"
@@ -126,17 +128,68 @@ struct Issue {
   const char* name;
   Tensors tensors;
   size_t bytes;
-  bool alike;  // whether every rank of the group calls it with the same number of bytes
+  bool alike;         // whether every rank of the group calls it with the same number of bytes
+  bool async = true;  // c10d's asyncOp
 };
 
-Issue issue(c10d::OpType type, const char* name, const Tensors& outputs,
-            const Tensors& inputs = {}) {
+Issue issue(c10d::OpType type, const char* name, const Tensors& outputs, const Tensors& inputs = {},
+            bool async = true) {
   const bool alike = type == c10d::OpType::_ALLGATHER_BASE ||
                      type == c10d::OpType::_REDUCE_SCATTER_BASE ||
-                     type == c10d::OpType::ALLREDUCE || type == c10d::OpType::BROADCAST;
-  return {type, name, joined(outputs, inputs), std::max(bytes_of(outputs), bytes_of(inputs)),
-          alike};
+                     type == c10d::OpType::ALLREDUCE || type == c10d::OpType::BROADCAST ||
+                     type == c10d::OpType::ALLTOALL_BASE;
+  return {type,  name, joined(outputs, inputs), std::max(bytes_of(outputs), bytes_of(inputs)),
+          alike, async};
 }
+
+// The ranks of a communicator, and its number among the communicators of these ranks. Both are
+// known when it is connected, which all its ranks do together.
+struct Identity {
+  uint64_t ranks = 0;
+  int number = -1;
+};
+
+// The order in which this process launches collectives on the communicators of the same ranks. NCCL
+// requires the same order on all ranks.
+class LaunchBook {
+ public:
+  // `device`: this rank's, because the ranks of a group may be threads of one process.
+  Identity connected(uint64_t ranks, int device) {
+    const std::lock_guard lock(mutex_);
+    Book& book = books_[{ranks, device}];
+    ++book.open;
+    return {ranks, book.communicators++};
+  }
+  // Ranks that failed may have launched different collectives. The last communicator takes the book
+  // with it.
+  void closed(const Identity& of, int device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = books_.find({of.ranks, device});
+    if (found != books_.end() && --found->second.open == 0) books_.erase(found);
+  }
+  // Returns a hash of all launches so far, with this one.
+  uint64_t launched(const Identity& on, int device) {
+    const std::lock_guard lock(mutex_);
+    uint64_t& hash = books_[{on.ranks, device}].hash;
+    hash = c10::hash_combine(hash, static_cast<size_t>(on.number) + 1);
+    return hash;
+  }
+
+ private:
+  struct Book {
+    int communicators = 0, open = 0;
+    uint64_t hash = 0;
+  };
+  std::mutex mutex_;
+  std::map<std::pair<uint64_t, int>, Book> books_;
+};
+
+LaunchBook& launches() {
+  static auto* const book = new LaunchBook;
+  return *book;
+}
+
+std::atomic<void (*)()> issue_hook{nullptr};
 
 // The part of the backend without the collectives: order, streams, lifetime. Only one thread uses
 // it at a time.
@@ -156,19 +209,24 @@ class StreamBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return core_->inner->getBackendOptions();
   }
-  // Abandons the collectives that have begun and starts no others.
+  // Abandons the collectives that have begun and starts no others. Like NCCL, it does not end a
+  // connection in progress.
   void abort() override { core_->abort(); }
+  // Waits for the other ranks, as NCCL does while it takes communicators apart.
   void shutdown() override {
     finish();
+    if (!core_->aborted) core_->part();
     core_->inner->shutdown();
   }
+  void eagerConnectSingleDevice(at::Device device) override { core_->connect(device.index()); }
 
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override { group_.emplace(); }
   WorkPointer endCoalescing() override {
     TORCH_CHECK(group_, "[sim] simccl: no group of collectives was started");
     Group group = *std::exchange(group_, std::nullopt);
-    return launch({c10d::OpType::COALESCED, "coalesced", group.tensors, group.bytes, group.alike},
+    return launch({c10d::OpType::COALESCED, "coalesced", group.tensors, group.bytes, group.alike,
+                   group.async},
                   [calls = std::move(group.calls)](Backend& inner) {
                     std::vector<WorkPointer> works;
                     for (const auto& call : calls) works.push_back(call(inner));
@@ -189,6 +247,7 @@ class StreamBackend : public c10d::Backend {
     group_->tensors = joined(std::move(group_->tensors), issue.tensors);
     group_->bytes += issue.bytes;
     group_->alike = group_->alike && issue.alike;
+    group_->async = group_->async || issue.async;
     return nullptr;
   }
 
@@ -201,13 +260,61 @@ class StreamBackend : public c10d::Backend {
     // The inner backend's destructor waits for its collectives, which may never end without the
     // peers.
     ~Core() {
+      close();
       if (aborted) std::thread([given_up = std::move(inner)] {}).detach();
+    }
+
+    // Connects the ranks on their devices, at the first collective at the latest. The calling
+    // thread blocks until all ranks have come.
+    Identity connect(int device) {
+      const std::lock_guard lock(connecting);
+      if (aborted) return {};
+      const auto found = identities.find(device);
+      if (found != identities.end()) return found->second;
+      static const auto kProcess = static_cast<int64_t>(std::random_device()());
+      std::vector<Tensors> came{Tensors()};
+      for (int rank = 0; rank < inner->getSize(); ++rank) {
+        came[0].push_back(at::empty({2}, at::kLong));
+      }
+      Tensors mine{at::tensor({static_cast<int64_t>(device), kProcess}, at::kLong)};
+      inner->allgather(came, mine)->wait();
+      uint64_t ranks = 0;
+      std::map<int64_t, int> by_device;
+      for (int rank = 0; rank < inner->getSize(); ++rank) {
+        const auto index = came[0][rank][0].item<int64_t>();
+        const auto [other, is_new] = by_device.emplace(index, rank);
+        TORCH_CHECK_WITH(DistBackendError, is_new, "[sim] simccl: ranks ", other->second, " and ",
+                         rank, " are on the same device ", index);
+        ranks = c10::hash_combine(ranks, static_cast<size_t>(index));
+        ranks = c10::hash_combine(ranks, static_cast<size_t>(came[0][rank][1].item<int64_t>()));
+      }
+      return identities.emplace(device, launches().connected(ranks, device)).first->second;
+    }
+
+    void close() {
+      const std::lock_guard lock(connecting);
+      for (const auto& [device, identity] : identities) launches().closed(identity, device);
+      identities.clear();
+    }
+
+    void part() {
+      if (identities.empty()) return;
+      try {
+        inner->barrier()->wait();
+      } catch (const std::exception&) {  // a peer's process has ended
+      }
+      close();
     }
 
     void abort() {
       const std::lock_guard lock(mutex);
       aborted = true;
       changed.notify_all();
+      if (connecting.try_lock()) {  // else a connection is in progress, which this does not end
+        const std::lock_guard held(connecting, std::adopt_lock);
+        for (const auto& [device, identity] : identities) launches().closed(identity, device);
+        identities.clear();
+      }
     }
 
     // Like NCCL's kernels, a collective whose peers are missing or run another collective waits
@@ -246,6 +353,8 @@ class StreamBackend : public c10d::Backend {
     }
 
     c10::intrusive_ptr<Backend> inner;
+    std::mutex connecting;
+    std::map<int, Identity> identities;  // by device; guarded by `connecting`
     std::mutex mutex;
     std::condition_variable changed;
     std::atomic<bool> aborted{false};  // set under the mutex
@@ -254,7 +363,7 @@ class StreamBackend : public c10d::Backend {
     std::vector<Call> calls;
     Tensors tensors;
     size_t bytes = 0;
-    bool alike = true;
+    bool alike = true, async = false;
   };
   struct Unfinished {
     MarkPointer mark;
@@ -264,15 +373,27 @@ class StreamBackend : public c10d::Backend {
   WorkPointer launch(const Issue& issue, std::function<std::vector<WorkPointer>(Backend&)> begin) {
     const c10::Device device =
         issue.tensors.empty() ? sim_device(current_device()) : issue.tensors.front().device();
-    const c10::Stream stream = stream_of(device);
+    if (void (*const hook)() = issue_hook) hook();
+    const Identity identity = core_->connect(device.index());
+    const c10::Stream issuing = current_stream(device.index());
+    const c10::Stream stream = issue.async ? stream_of(device) : issuing;
     count_collective(issue.name, issue.bytes);
-    block(stream, record(current_stream(device.index())));
-    const uint64_t kind =
-        issue.alike ? c10::hash_combine(static_cast<size_t>(issue.type), issue.bytes) : 0;
+    if (issue.async) block(stream, record(issuing));
+    // A communicator runs one collective after another, whatever streams they are launched on.
+    block(stream, std::exchange(last_, nullptr));
+    uint64_t kind = 0;
+    if (issue.alike) {
+      kind = c10::hash_combine(static_cast<size_t>(issue.type), issue.bytes);
+      kind = c10::hash_combine(kind, launches().launched(identity, device.index()));
+    }
     sim::launch(stream, issue.name, [core = core_, device, kind, begin = std::move(begin)] {
       if (!core->aborted) core->run(device.index(), kind, begin);
     });
     const auto mark = record(stream);
+    last_ = mark;
+    last_device_ = device.index();
+    // Memory of a synchronous collective is freed in the order of the stream that it ran on.
+    if (!issue.async) return nullptr;
     auto stash = std::make_shared<Tensors>(issue.tensors);
     auto work = c10::make_intrusive<CollectiveWork>(getRank(), issue.type, mark, device, stash);
     work->set_future(stream);
@@ -301,13 +422,15 @@ class StreamBackend : public c10d::Backend {
   void finish() {
     if (core_->aborted) return;
     try {
-      for (const auto& [device, stream] : streams_) synchronize(stream, "collective");
+      if (last_) sim::synchronize(last_device_, last_, "collective");
     } catch (const c10::Error&) {  // an error of the device, which later waits throw again
     }
   }
 
   const std::shared_ptr<Core> core_;
   std::optional<Group> group_;
+  MarkPointer last_;  // the end of the last collective
+  int last_device_ = 0;
   std::mutex mutex_;
   std::map<int, c10::Stream> streams_;  // by device; mutex_ guards this and unfinished_
   std::deque<Unfinished> unfinished_;
@@ -318,14 +441,14 @@ class SimBackend final : public StreamBackend {
   using StreamBackend::StreamBackend;
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return run(issue(c10d::OpType::BROADCAST, "broadcast", tensors),
+    return run(issue(c10d::OpType::BROADCAST, "broadcast", tensors, {}, options.asyncOp),
                [views = Views(tensors), options](Backend& inner) {
                  auto local = views.tensors();
                  return inner.broadcast(local, options);
                });
   }
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return run(issue(c10d::OpType::ALLREDUCE, "all_reduce", tensors),
+    return run(issue(c10d::OpType::ALLREDUCE, "all_reduce", tensors, {}, options.asyncOp),
                [views = Views(tensors), options](Backend& inner) {
                  auto local = views.tensors();
                  return inner.allreduce(local, options);
@@ -348,11 +471,12 @@ class SimBackend final : public StreamBackend {
   }
   WorkPointer _allgather_base(Tensor& output, Tensor& input,
                               const c10d::AllgatherOptions& options) override {
-    return run(issue(c10d::OpType::_ALLGATHER_BASE, "all_gather", {output}, {input}),
-               [views = Views({output, input}), options](Backend& inner) {
-                 auto local = views.tensors();
-                 return inner._allgather_base(local[0], local[1], options);
-               });
+    return run(
+        issue(c10d::OpType::_ALLGATHER_BASE, "all_gather", {output}, {input}, options.asyncOp),
+        [views = Views({output, input}), options](Backend& inner) {
+          auto local = views.tensors();
+          return inner._allgather_base(local[0], local[1], options);
+        });
   }
   WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                         const c10d::AllgatherOptions& options) override {
@@ -370,7 +494,8 @@ class SimBackend final : public StreamBackend {
   }
   WorkPointer _reduce_scatter_base(Tensor& output, Tensor& input,
                                    const c10d::ReduceScatterOptions& options) override {
-    return run(issue(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", {output}, {input}),
+    return run(issue(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", {output}, {input},
+                     options.asyncOp),
                [views = Views({output, input}), options](Backend& inner) {
                  auto local = views.tensors();
                  return inner._reduce_scatter_base(local[0], local[1], options);
@@ -412,12 +537,14 @@ class SimBackend final : public StreamBackend {
   WorkPointer alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
                             std::vector<int64_t>& input_sizes,
                             const c10d::AllToAllOptions& options) override {
-    return run(issue(c10d::OpType::ALLTOALL_BASE, "all_to_all", {output}, {input}),
-               [views = Views({output, input}), to = output_sizes, from = input_sizes,
-                options](Backend& inner) mutable {
-                 auto local = views.tensors();
-                 return inner.alltoall_base(local[0], local[1], to, from, options);
-               });
+    Issue all =
+        issue(c10d::OpType::ALLTOALL_BASE, "all_to_all", {output}, {input}, options.asyncOp);
+    all.alike = output_sizes.empty() && input_sizes.empty();
+    return run(all, [views = Views({output, input}), to = output_sizes, from = input_sizes,
+                     options](Backend& inner) mutable {
+      auto local = views.tensors();
+      return inner.alltoall_base(local[0], local[1], to, from, options);
+    });
   }
   WorkPointer alltoall(Tensors& outputs, Tensors& inputs,
                        const c10d::AllToAllOptions& options) override {
@@ -457,6 +584,8 @@ class SimBackend final : public StreamBackend {
 };
 
 }  // namespace
+
+void set_issue_hook(void (*hook)()) { issue_hook = hook; }
 
 c10::intrusive_ptr<c10d::Backend> make_collectives(c10::intrusive_ptr<c10d::Backend> inner) {
   return c10::make_intrusive<SimBackend>(std::move(inner));

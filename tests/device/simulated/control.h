@@ -51,6 +51,13 @@ PENSTOCK_SIM_API void set_memory_limit(size_t bytes, int device = -1);
 // While this is set, every new allocation of pinned memory fails.
 PENSTOCK_SIM_API void set_pinning_fails(bool fails);
 
+// Calls `hook` on the issuing thread whenever a collective is issued. Null: no hook.
+PENSTOCK_SIM_API void set_issue_hook(void (*hook)());
+
+// While this is set, a copy between the device and host memory that is not pinned does not wait, if
+// it is asked not to. Machines whose devices can read all of the host's memory copy like that.
+PENSTOCK_SIM_API void set_pageable_copies_are_late(bool late);
+
 // Waits for the device and checks the redzones of all blocks in use. (A block's redzones are also
 // checked when the block is freed and when it is reused.) Throws if one was overwritten.
 PENSTOCK_SIM_API void check_redzones(int device);

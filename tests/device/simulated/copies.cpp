@@ -4,6 +4,9 @@
 #include <ATen/native/Resize.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <atomic>
+
+#include "tests/device/simulated/control.h"
 #include "tests/device/simulated/counting.h"
 #include "tests/device/simulated/pinned.h"
 #include "tests/device/simulated/stream.h"
@@ -35,12 +38,19 @@ void copy_on_devices(const at::Tensor& from, const at::Tensor& to) {
   count_copy(Direction::kDeviceToDevice, to.nbytes());
 }
 
+std::atomic<bool> pageable_copies_are_late{false};
+
+// Returns whether the host does not wait for a copy from or to `host`.
+bool is_late(const at::Tensor& host, bool non_blocking, bool plain) {
+  return non_blocking && plain && (pageable_copies_are_late || is_pinned(host.const_data_ptr()));
+}
+
 void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const auto stream = current_stream(to.device().index());
   count_copy(Direction::kHostToDevice, to.nbytes());
   launch(stream, "copy to the device",
          [from = View(from), to = View(to)] { transfer(from.on_host(), to.on_shadow()); });
-  if (non_blocking && is_plain(from, to) && is_pinned(from.const_data_ptr())) {
+  if (is_late(from, non_blocking, is_plain(from, to))) {
     pinned_allocator().record_event(from.mutable_data_ptr(), nullptr, stream);
   } else {
     synchronize(stream, "copy_h2d");
@@ -52,7 +62,7 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   count_copy(Direction::kDeviceToHost, from.nbytes());
   launch(stream, "copy to the host",
          [from = View(from), to = View(to)] { transfer(from.on_shadow(), to.on_host()); });
-  if (non_blocking && is_plain(from, to) && is_pinned(to.const_data_ptr())) {
+  if (is_late(to, non_blocking, is_plain(from, to))) {
     pinned_allocator().record_event(to.mutable_data_ptr(), nullptr, stream);
   } else {
     synchronize(stream, "copy_d2h");
@@ -60,6 +70,8 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
 }
 
 }  // namespace
+
+void set_pageable_copies_are_late(bool late) { pageable_copies_are_late = late; }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;

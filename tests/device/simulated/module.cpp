@@ -30,7 +30,14 @@ py::dict counters_as_dict() {
   return dict;
 }
 
+// NCCL's recorder takes the lock of the interpreter to note who called a collective. A thread that
+// waits for the device with this lock therefore blocks all collectives.
+void take_interpreter() {
+  if (Py_IsInitialized() != 0) const py::gil_scoped_acquire held;
+}
+
 PYBIND11_MODULE(_sim, module) {
+  set_issue_hook(&take_interpreter);
   module.attr("DEVICES") = kDevices;
   module.def("counters", &counters_as_dict);
   module.def("reset_counters", &reset_counters);
@@ -38,6 +45,7 @@ PYBIND11_MODULE(_sim, module) {
   module.def("set_delays_us", &set_delays_us);
   module.def("set_memory_limit", &set_memory_limit);
   module.def("set_pinning_fails", &set_pinning_fails);
+  module.def("set_pageable_copies_are_late", &set_pageable_copies_are_late);
   module.def("write_wrongly", &write_wrongly);
   module.def("reset_errors", &reset_errors);
   module.def("is_forked", &is_forked);
