@@ -1,6 +1,7 @@
 #pragma once
-// The header of a safetensors file: eight bytes of length, then JSON with the place of each tensor
-// (https://github.com/huggingface/safetensors#format). Plain values; usable from any thread.
+// The header of a safetensors file: the JSON's length in eight bytes, then JSON with the place of
+// each tensor (https://github.com/huggingface/safetensors#format). Plain values; usable from any
+// thread.
 #include <cstdint>
 #include <string>
 #include <string_view>
