@@ -1,6 +1,6 @@
 #pragma once
-// Lane: one queue of work that runs in order. Only fences order lanes against each other, and
-// against their callers.
+// Lane: one queue of work that runs in order. Only fences set an order between lanes, and between a
+// lane and its callers.
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -15,7 +15,7 @@
 namespace penstock::device {
 
 // How a lane's work uses the host. kThread: the work computes, or waits for peers or a disk, in the
-// lane's own thread. kQueued: the work is only queued on the device, by submit() itself.
+// lane's own thread. kQueued: submit() itself queues the work on the device.
 enum class LaneKind : uint8_t { kThread, kQueued };
 
 // Only the owner's thread calls submit(). After an error the lane runs nothing more, and every
