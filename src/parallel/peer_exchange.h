@@ -1,7 +1,7 @@
 #pragma once
-// Peers: the operators' access to the ranks of the tensor or sequence axis that compute one
-// operator together. Every rank makes the same calls in the same order, in forward, in backward and
-// in recomputed forwards. The labels must be equal on all ranks, which is checked. Results are
+// Peers: the exchanges of the ranks of the tensor or sequence axis that compute one operator
+// together. Every rank makes the same calls in the same order, in forward, in backward and in
+// recomputed forwards. The labels must be equal on all ranks; this is checked. Results are
 // contiguous and share no memory with the arguments, which may have any strides.
 #include <ATen/core/Tensor.h>
 
