@@ -75,8 +75,8 @@ Members Rank::owners_across(const Flat& flat) const {
   return owners;
 }
 
-// Each lane gets its own connections. Two lanes may reach their collectives in different orders on
-// different ranks, and on shared connections the lanes would block each other.
+// Each lane gets its own connections. The order of two lanes' collectives may differ between ranks,
+// and on shared connections the lanes would block each other.
 void Rank::connect() {
   if (!on_accelerator() || !group.device_groups()) return;
   std::vector<const Members*> connected;

@@ -16,8 +16,8 @@ namespace penstock::mem {
 
 namespace {
 
-// Requests that are not submitted to the system yet. While both reads and writes wait, the system
-// gets as many reads as writes, because a disk can do both at once.
+// Requests that are not submitted to the system yet. A disk can read and write at once. So if both
+// reads and writes wait, the system gets as many reads as writes.
 class WaitingRequest {
  public:
   void push(BlockRequest request) {
