@@ -167,7 +167,8 @@ _RECORDS = frozenset(
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the metadata's own classes as records; allows no others but sizes, dtypes and dicts.
+    """Reads the metadata's own classes as records. Apart from these, allows only sizes, dtypes and
+    dicts.
 
     The record classes belong to one unpickler, so a pickle that changes a class has no effect
     outside that unpickler.

@@ -312,7 +312,7 @@ class MonitorMaster:
 
 
 def _kept(name: str, value: Any, samples: int, *time_s: float) -> Event:
-    """Returns the event with its current value, since the tensor may change before the write."""
+    """Returns the event with its current value: the tensor may change before the write."""
     return name, value.item() if isinstance(value, torch.Tensor) else value, samples, time_s[0]
 
 

@@ -1,10 +1,10 @@
 """Adds the events of torch's profiler to a rank's timeline.
 
 [Note: The profiler's clock] The timeline uses CLOCK_MONOTONIC. The profiler uses its own clock,
-derived from the processor's. A mark is a profiler event with CLOCK_MONOTONIC readings right before
-and after both of its ends, so each end bounds the difference of the clocks from both sides. A mark
-is taken before the first step and after the last. Events between the marks are shifted by the
-linear interpolation of the two differences.
+derived from the processor's. A mark is a profiler event with readings of CLOCK_MONOTONIC right
+before and right after each of its ends. So each end bounds the difference of the clocks from both
+sides. One mark is taken before the first step, and one after the last step. Events between the
+marks are shifted by the linear interpolation of the two differences.
 """
 
 from __future__ import annotations
