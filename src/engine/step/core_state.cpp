@@ -519,8 +519,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
     driver->finish();
-    // If forwards compute with the resting parameters, the user may read these parameters right
-    // after step().
+    // If forwards compute with resting parameters, the user may read these right after step().
     if (!config.offload.late_update || executor->table().rests_whole()) {
       executor->updates().finish();
     }
