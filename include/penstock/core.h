@@ -98,7 +98,7 @@ class PENSTOCK_API Core {
   // (default: ones) times the loss scale. Returns an undefined tensor if torch's default gradient
   // is right. Throws RuntimeFault if no forward ran before.
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
-  // Must be called before a backward that starts from gradients of another pipeline stage.
+  // Must be called before a backward that starts from gradients of the next pipeline stage.
   void resume_backward();
   // Must be called after a backward that threw `error`. If an engine hook threw, rethrows its
   // exception.

@@ -40,7 +40,7 @@ class PENSTOCK_API ShardedInit {
   ~ShardedInit();
 
   // Exchanges through `group` from now on; hollow tensors stay hollow. Throws RuntimeFault if the
-  // first group had another size, or if this process had another rank in it.
+  // size of the first group, or this process's rank in it, was different.
   void connect(std::shared_ptr<Group> group);
   // `path` lists folders, separated by ':'. Makes an unlinked file for parts in each folder that
   // has none yet. Throws ConfigError for a folder in which no file can be made.

@@ -153,7 +153,7 @@ std::string Manifest::text() const {
                 hex(checksum(rest.data(), static_cast<int64_t>(rest.size()))), "\",\n", rest);
 }
 
-// The version is checked first, because another version may differ in everything else.
+// The version is checked first, because in other versions everything else may differ.
 Manifest Manifest::parse(std::string_view text, bool complete) {
   const Json json = parse_json(text, "manifest");
   const JsonReader top(json, "manifest");

@@ -29,7 +29,7 @@ std::string write_head(const std::vector<TensorHead>& tensors, int64_t align);
 // Returns the header's size. `first`: the first eight bytes of a file that has `file_bytes` bytes.
 // Throws Damaged if the size is impossible.
 int64_t head_bytes(std::string_view first, int64_t file_bytes);
-// Throws Damaged unless the tensors of the header fill the rest of the file without gaps.
+// Throws Damaged unless the tensors of the header fill the file after the header without gaps.
 std::vector<TensorHead> parse_head(std::string_view head, int64_t file_bytes);
 
 }  // namespace penstock::ckpt

@@ -155,7 +155,7 @@ void ShardWriter::write(int64_t offset, const char* data, int64_t bytes, int bat
   }
 }
 
-// Submits the rest of a write that the system made only in part.
+// If the system made only a part of a write, submits the remaining part.
 void ShardWriter::submit(mem::BlockRequest request, int batch) {
   mem::BlockRequest rest = request;
   request.done = [this, rest, batch](int64_t moved) mutable {

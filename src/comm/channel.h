@@ -54,9 +54,9 @@ struct ReduceBuffer {
   int64_t numel = 0;
   float scale = 1.0F;
   bool accumulate = false;
-  // If not null, receives the sum of squares of the values written to this rank's shard. It has the
-  // bits of host::sum_squares, and is not finite if one of the values is not finite. Host memory
-  // only.
+  // If not null, receives the sum of squares of the values written to this rank's shard. The sum
+  // has the bits of host::sum_squares, and is not finite if one of the values is not finite. Host
+  // memory only.
   double* squares = nullptr;
 };
 

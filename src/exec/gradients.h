@@ -22,8 +22,8 @@ class Gradients {
  public:
   Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
-  // Waits for the last update's writes to disk, so that backward can use their memory. They may run
-  // until here, beside the forward.
+  // Waits for the last update's writes to disk, so that backward can use their memory. These writes
+  // may overlap the forward.
   void begin_backward() {
     ++backward_;
     rank_.traffic.settle();

@@ -18,8 +18,8 @@ namespace penstock::exec {
 
 namespace {
 
-// Returns whether the move copies no bytes: a move between disk and host memory hands the buffer's
-// memory to the other copy.
+// Returns whether the move copies no bytes. A move between disk and host memory copies none: it
+// hands over the buffer's memory to the new copy.
 bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   if (moves.size() != 1 || moves[0].kind != MoveKind::kCopy) return false;
   const Tier other = moves[0].from == Tier::kDisk ? moves[0].to : moves[0].from;

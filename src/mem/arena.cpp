@@ -35,8 +35,8 @@ struct Mapping {
   size_t bytes;
 };
 
-// A huge page takes all its memory at the first touch, so only pages below `used` bytes are huge:
-// the rest of the mapping is reserved for other sizes and takes no memory.
+// A huge page takes all its memory at the first touch, so only pages below `used` bytes are huge.
+// The remaining part of the mapping is reserved for other sizes and takes no memory.
 c10::DataPtr map_large(int64_t bytes, int64_t used) {
   const auto size = static_cast<size_t>(block_padded(bytes));
   void* base = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE,

@@ -130,7 +130,7 @@ class Arena {
  public:
   explicit Arena(Pool& pool) { pools_.fill(&pool); }
 
-  // Makes take() use another pool for this account. Call it before the first take().
+  // Makes take() use this pool for the account. Call it before the first take().
   void use(Account account, Pool& pool) { pools_[static_cast<size_t>(account)] = &pool; }
   void set_budget(Budget budget);
   // See Pool::take().

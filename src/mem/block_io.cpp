@@ -171,8 +171,8 @@ class UringIo final : public BlockIo {
           fill();
         }
       }
-      // submit() wrote the request under the lock, so the object is complete here. done() may
-      // submit the rest of a partial transfer.
+      // submit() wrote the request under the lock, so the object is complete here. After a partial
+      // transfer, done() may submit the remaining part.
       if (request) request->done(result);
       const std::lock_guard lock(mutex_);
       if (closing_ && waiting_.num_taken() == 0 && waiting_.empty()) return;

@@ -87,7 +87,7 @@ struct LossOptions {
   double label_smoothing = 0.0;
   bool mean = true;  // mean over the targets that are not ignored; false: sum
 };
-// logits [tokens, own rows] (cut), target [tokens] (whole) -> [] (whole, fp32). It makes one
+// logits [tokens, own rows] (cut), target [tokens] (whole) -> [] (whole, fp32). The call makes one
 // exchange of four values per token and never gathers logits.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary,
                          const LossOptions& options, const OperatorPeers& peers);

@@ -59,8 +59,8 @@ Move parse_move(std::string_view text);  // throws ConfigError
 int num_shards(const Placement& place, const Mesh& mesh);
 int shard_index(const Placement& place, const Mesh& mesh, int rank);
 
-// Sets axes of size one to R. If exactly one of `node` and `local` has size one, that axis takes
-// the other one's layout. So `zero3` moves over "data", with one node or with several.
+// Sets axes of size one to R. If only one of the axes `node` and `local` has size one, it takes the
+// layout of the other axis. So `zero3` moves over "data", with one node or with several.
 Placement normalize(Placement place, const Mesh& mesh);
 
 // Returns the moves that turn a copy at `from` into a copy at `to`; empty if the placements are

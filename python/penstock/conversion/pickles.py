@@ -198,7 +198,7 @@ def load_metadata(path: pathlib.Path) -> Any:
 
     Raises:
         ConfigError: the file has an object of another class, which the error names.
-        RuntimeFault: the file is of another kind, or is damaged.
+        RuntimeFault: the file is of a different kind, or is damaged.
     """
     try:
         with open(path, "rb") as file:

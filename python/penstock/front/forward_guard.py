@@ -95,7 +95,8 @@ class Forward:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The function that `types.MethodType` may bind again, to this module or to another."""
+        """The function that `types.MethodType` may bind again, to this module or to a different
+        one."""
         method: Any = self._method(self._module)
 
         @functools.wraps(method.__func__)

@@ -223,8 +223,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def fresh_state(optimizer: Optimizer, param: torch.Tensor, owner: torch.Tensor) -> dict[str, Any]:
-    """Returns the state that constructors such as Adagrad's make, for `param`. It takes the place
-    of the model's parameter `owner` and may be on a different device."""
+    """Returns the state that constructors such as Adagrad's make, for `param`. `param` takes the
+    place of the model's parameter `owner` and may be on a different device."""
     made: dict[str, Any] = {}
     for key, value in optimizer.state.get(owner, {}).items():
         if _per_element(optimizer, key, owner):

@@ -26,10 +26,10 @@ _OF_THE_LAUNCHER = 255  # ssh's own exit code
 _TASK_OF_SRUN = re.compile(
     r"^srun: error: [^:]+: tasks? [^:]+: (?:Exited with exit code (?P<code>\d+)|(?P<signal>[^(]+))"
 )
-# On SIGTERM, pdsh, mpirun and srun end their ranks. If they are killed, they do not, and mpirun
-# does not if a second SIGTERM follows soon. When the launcher dies, the kernel sends one death
-# signal for each launcher thread. So this guard process runs in between. It passes on only the
-# first SIGTERM, and its own death sends one SIGTERM.
+# On SIGTERM, pdsh, mpirun and srun end their ranks. They do not end them when they are killed.
+# mpirun also does not end them if a second SIGTERM follows soon. When the launcher dies, the kernel
+# sends one death signal for each launcher thread. So this guard process runs in between. It passes
+# on only the first SIGTERM, and its own death sends one SIGTERM.
 _GUARD = """
 import ctypes, os, signal, subprocess, sys
 guard, told = os.getpid(), []

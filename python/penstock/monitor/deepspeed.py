@@ -282,8 +282,8 @@ class MonitorMaster:
         except BaseException:
             self.close()
             raise
-        # DeepSpeed scripts do not close their monitors. This is registered after the libraries'
-        # own exit handlers, so it runs before them.
+        # DeepSpeed scripts do not close their monitors. This handler is registered after the
+        # libraries' own exit handlers, so it runs before them.
         atexit.register(self.close)
 
     def write_events(self, event_list: Iterable[Event]) -> None:

@@ -143,7 +143,8 @@ def longest(events: Sequence[Any], most: int) -> Sequence[Any]:
 def rows_of(events: Iterable[Seen]) -> list[tuple[str, list[Seen]]]:
     """Sorts events into named rows: threads by their first event, then streams by number.
 
-    Slices in one row are nested or disjoint. Slices that overlap partly get another row.
+    Slices in one row are nested or disjoint. If two slices overlap only partly, the later one gets
+    a separate row.
     """
     by_row: dict[tuple[str, int, int], list[Seen]] = collections.defaultdict(list)
     for event in sorted(events, key=lambda one: (one.begin_ns, -one.end_ns)):

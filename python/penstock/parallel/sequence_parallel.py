@@ -174,8 +174,8 @@ class SequenceParallel:
             )
 
     def _whole_mask(self, given: Any, first: torch.Tensor, padded: int) -> torch.Tensor | None:
-        """Returns the mask [batch, 1, tokens, tokens] bool, True if a token attends to another.
-        None: a token attends to itself and all tokens before it."""
+        """Returns the mask [batch, 1, tokens, tokens] bool, True if the first token attends to the
+        second one. None: a token attends to itself and all tokens before it."""
         if given is not None and given.dim() != 2:
             raise ConfigError(
                 f"[front::forward] attention_mask has {given.dim()} dims, not the 2 of "

@@ -1,6 +1,6 @@
-// Values: the optimizer state of one parameter (fp32 master and moments), read and replaced between
-// steps, as a full tensor or as this rank's part. ckpt::holdings() finds the buffers, as for a
-// checkpoint, so tables, tiers and tiles need no code here.
+// Values: reads and replaces the optimizer state of one parameter (fp32 master and moments) between
+// steps, as a full tensor or as this rank's part. As for a checkpoint, ckpt::holdings() finds the
+// buffers, so tables, tiers and tiles need no code here.
 #include "src/engine/model/values.h"
 
 #include <ATen/core/grad_mode.h>

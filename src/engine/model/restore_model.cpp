@@ -245,7 +245,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   tiers.host.trim();
   model_ranks.close();
   group->close();
-  // A user may keep a closed engine. It needs no threads, and of the recorder only the last events.
+  // A user may keep a closed engine. It needs no threads, and only the last events of the recorder.
   closing.drained(true);
   tiers.recorder->fit();
   if (gather && !closing.lost.empty()) {

@@ -35,8 +35,8 @@ class Simulation : StateBytes {
     }
   }
 
-  // `by_line` receives the bytes that each line sends. If it is given, the ledger does not contain
-  // them.
+  // `by_line` receives the bytes that each line sends; the ledger then does not contain these
+  // bytes.
   Ledger run(const Plan& plan, LineBytes* by_line = nullptr) && {
     walk(plan, by_line);
     const Ledger first = ledger_;
@@ -173,7 +173,8 @@ class Simulation : StateBytes {
     }
   }
 
-  // Gradients read from disk are freed by the update that uses them; the last chunk frees the rest.
+  // Gradients that were read from disk are freed by the update that uses them; the last chunk frees
+  // all remaining ones.
   void update(int unit, const Chunk& chunk) {
     if (!read_.empty()) {
       meter_.free(read_.front());
