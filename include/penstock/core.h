@@ -175,8 +175,7 @@ class PENSTOCK_API Calls {
   std::shared_ptr<Core::State> state_;
 };
 
-// Units whose forward the front computes again in backward (UnitInfo::recomputed), and their saved
-// inputs.
+// Units whose forward runs again in backward (UnitInfo::recomputed), and their saved inputs.
 class PENSTOCK_API Recomputation {
  public:
   explicit Recomputation(Core& core) : state_(core.state_) {}

@@ -57,8 +57,8 @@ struct Slot {
   std::string guard;     // error text for a read while the parameter is freed
 };
 
-// A range of those elements of a flat that this rank updates, and the range's optimizer state. A
-// flat has one range, or has several ranges that the plan streams from disk one after another.
+// A range of a flat's elements, with its optimizer state. This rank updates the range. A flat has
+// one range, or has several ranges that the plan streams from disk one after another.
 struct ChunkState {
   int64_t begin = 0, numel = 0;
   // Copies of the optimizer state, the resting copy first. Buffers: the fp32 master (empty if the

@@ -1,6 +1,6 @@
 #pragma once
-// The planner: goes through a model's order and writes the moves that each phase needs under a
-// table. Pure functions of (table, model, mesh), so every rank computes the same plan.
+// The planner: goes through a model's order and writes the moves that a table requires in each
+// phase. Pure functions of (table, model, mesh), so every rank computes the same plan.
 #include <cstdint>
 
 #include "src/plan/plan.h"

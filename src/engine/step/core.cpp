@@ -204,8 +204,7 @@ void Calls::end_backward() {
 }
 
 void Calls::failed(const std::string& call, const std::string& error) {
-  // If the call was refused because a different thread is in a call, it changed nothing, and the
-  // call of that thread goes on.
+  // A call that was refused changed nothing: a different thread is in a call, which goes on.
   if (state_->closed || state_->calling.take_refused()) return;
   leave_turn(state_->group->board(), concat("called ", call, "(), which raised ", error), true);
 }
