@@ -455,8 +455,8 @@ def _attached(probe: Optimizer) -> Any:
 def check_elementwise(optimizer: Optimizer, others: str) -> None:
     """Raises ConfigError unless the optimizer updates slices of a parameter like the whole.
 
-    Steps on small parameters and on their flat slices must give the same values, within rtol 1e-6
-    and 1e-5 of the largest change. `others` names the optimizers to use instead.
+    A step on small parameters must give the same values as steps on their flat slices, within rtol
+    1e-6 and 1e-5 of the largest change. `others` names the optimizers to use instead.
     """
     problem = ""
     _check_state(optimizer)
