@@ -58,8 +58,8 @@ struct LoadOptions {
   // For tied weights: the parameter's name -> its other names in foreign state dicts.
   std::multimap<std::string, std::string> tied{};
   bool missing_ok = false;  // true: if there is no checkpoint at all, the result has an empty path
-  // Returns the tensors that load() fills from a checkpoint for the front. Called again if load()
-  // tries another checkpoint.
+  // Returns the front's tensors that load() fills from a checkpoint. Called once for each
+  // checkpoint that load() tries.
   std::function<std::vector<CheckpointTensor>(const FoundCheckpoint&)> tensors;
   // false: parameters that do not train keep their values if the checkpoint does not have them.
   bool frozen = true;
@@ -71,9 +71,9 @@ class PENSTOCK_API Checkpoints {
   explicit Checkpoints(Core& core) : state_(core.state_) {}
 
   // [all ranks] Saves below `path`, between step() and the next backward. Returns the checkpoint's
-  // path. Without `wait`, failure() reports later errors. Throws ConfigError for an invalid tag or
-  // for arguments that differ between ranks. Throws RuntimeFault on every rank, with path and
-  // bytes, if one rank could not save; in that case no files of the checkpoint remain.
+  // path. Without `wait`, failure() reports errors that happen later. Throws ConfigError for an
+  // invalid tag or for arguments that differ between ranks. If one rank could not save, throws
+  // RuntimeFault with path and bytes on every rank, and no files of the checkpoint remain.
   std::string save(const std::string& path, const SaveOptions& options = {});
   // Requests a save. step() exchanges the requests of all ranks together with the norm. Afterwards
   // asked() returns the highest `urgency` (1 to 9) once, or 0 if there was no request. Only the
@@ -87,12 +87,12 @@ class PENSTOCK_API Checkpoints {
   std::string failure();
 
   // [all ranks] Loads from a folder of checkpoints or from one checkpoint. Without a tag, skips
-  // checkpoints that are damaged, with a line on stderr for each. Throws ConfigError with every
-  // name, shape and dtype that does not fit, before anything is changed. Throws RuntimeFault if no
+  // damaged checkpoints and prints a line on stderr for each. Before anything changes, throws
+  // ConfigError that lists every name, shape and dtype that does not fit. Throws RuntimeFault if no
   // complete checkpoint is left; afterwards the engine can only load again or be closed.
   FoundCheckpoint load(const std::string& path, const LoadOptions& options = {});
   // [all ranks] Must be called after load(), once the front has applied its part of the result.
-  // `problem` says why the front could not do so; "" if it could. If any rank has a problem,
+  // `problem` says why the front could not apply it; "" if it could. If any rank has a problem,
   // taken() throws RuntimeFault, and the engine can only load again or be closed.
   void taken(const std::string& problem);
   // Returns whether `path` has a complete checkpoint. Not collective.

@@ -27,8 +27,8 @@ struct StoredState {
   std::string about = "{}", state = "{}", front = "{}", of_rank = "{}";
 };
 
-// Writes a checkpoint as a run with one rank would. If commit() is not called, the destructor
-// removes the files.
+// Writes a checkpoint in the form that a run with one rank writes. If commit() is not called, the
+// destructor removes the files.
 class PENSTOCK_API CheckpointWriter {
  public:
   // Reserves the disk space. Throws ConfigError for an invalid tag, duplicate tensors, and dtypes
@@ -40,11 +40,11 @@ class PENSTOCK_API CheckpointWriter {
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
   // Writes all values of one tensor. `values` is on the CPU and has the tensor's shape and dtype.
-  // The tensors may come in any order, each once. Throws ConfigError for any other call. Throws
+  // Each tensor must be written once, in any order. Throws ConfigError for any other call. Throws
   // RuntimeFault, with path and bytes, if writing fails.
   void write(int index, const at::Tensor& values);
-  // Makes the checkpoint durable and makes `latest` name it. Returns its path. Throws ConfigError
-  // if a tensor has no values.
+  // Makes the checkpoint durable and points `latest` to it. Returns the checkpoint's path. Throws
+  // ConfigError if a tensor has no values.
   std::string commit();
 
  private:
@@ -55,8 +55,8 @@ class PENSTOCK_API CheckpointWriter {
 // Reads a complete checkpoint. Throws RuntimeFault for missing or damaged files.
 class PENSTOCK_API CheckpointReader {
  public:
-  // Opens a checkpoint. If `path` is a folder of checkpoints, opens the checkpoint with the tag or,
-  // without a tag, the newest one.
+  // Opens the checkpoint at `path`. If `path` is a folder of checkpoints, opens the one named `tag`
+  // or, if `tag` is empty, the newest one.
   explicit CheckpointReader(const std::string& path, const std::string& tag = "");
   ~CheckpointReader();
   CheckpointReader(const CheckpointReader&) = delete;

@@ -74,7 +74,7 @@ struct CommConfig {
 struct UnitsConfig {
   std::vector<std::string> modules;  // class names of unit modules; empty = found automatically
   int64_t max_bytes = 256LL << 20;   // largest unit of a model without repeated blocks
-  int64_t layer_bytes = 1LL << 20;   // a layer outside `modules` becomes a unit from this size on
+  int64_t layer_bytes = 1LL << 20;   // layers of at least this size outside `modules` are units
 };
 
 // Large Linear and Embedding weights, split into tiles of rows; each tile is a unit.
@@ -97,7 +97,7 @@ struct OffloadConfig {
   bool late_update =
       false;  // step() returns once the norm is known; each unit is updated before its next use
   bool checksums = false;   // checks that data read from disk equals the data written
-  double timeout_s = 60.0;  // limit of a wait for the disk while no request completes
+  double timeout_s = 60.0;  // longest wait for the disk without a completed request
 };
 
 // Budgets in bytes per rank; -1 = the free memory that the engine finds. On the CPU, the device
@@ -148,7 +148,7 @@ struct ParallelConfig {
   bool cut_logits = false;        // true: gathers logits of a "vocab" head only when they are read
   std::string norms =
       "whole";  // "tokens": between layers each tensor rank has a part of the tokens
-  // Which rules the first training forward checks against uncut modules: "own" (rules of the
+  // Rules that the first training forward checks against uncut modules: "own" (rules of the
   // config), "all" (also rules that come with the model) or "off".
   std::string verify = "own";
 };

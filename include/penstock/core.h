@@ -25,7 +25,7 @@ struct ModuleInfo {
   int parent = -1;
   std::vector<int> params;  // indices of the parameters that it owns itself; modules may share them
   int rows = -1;       // the parameter that is used row by row (Linear, Embedding) and may be tiled
-  bool keeps = false;  // it owns buffers that checkpoints save and forwards may change
+  bool keeps = false;  // it owns buffers; checkpoints save them, and a forward may change them
 };
 struct ParamInfo {
   std::string name;
@@ -72,8 +72,8 @@ class PENSTOCK_API Core {
        bool external_optimizer = false);
   ~Core();
 
-  // Returns the config in effect: resolved for the number of ranks, "auto" replaced by the chosen
-  // tiers.
+  // Returns the config in effect: it is resolved for the number of ranks, and has the chosen tiers
+  // in place of "auto".
   const Config& config() const;
   std::vector<UnitInfo> units() const;
   // Returns whether units need begin/end events. They do if some of their state moves; the root
@@ -86,8 +86,8 @@ class PENSTOCK_API Core {
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
   // [all ranks] Returns whether any rank is about to run a forward. `mine`: whether this rank is
-  // about to run one. Throws RuntimeFault if only some ranks are and the order of tiles is not
-  // known yet.
+  // about to run one. Throws RuntimeFault if only some ranks run a forward while the order of tiles
+  // is unknown.
   bool any_forward(bool mine);
   // [all ranks] Returns the mean of `mine` over the ranks that set `counts`; 0 if no rank sets it.
   double mean(double mine, bool counts = true) const;
@@ -98,7 +98,7 @@ class PENSTOCK_API Core {
   // (default: ones) times the loss scale. Returns an undefined tensor if torch's default gradient
   // is right. Throws RuntimeFault if no forward ran before.
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
-  // Must be called before a backward that starts from gradients of another pipeline stage.
+  // Must be called before a backward that starts from gradients of the next pipeline stage.
   void resume_backward();
   // Must be called after a backward that threw `error`. If an engine hook threw, rethrows its
   // exception.
@@ -114,9 +114,9 @@ class PENSTOCK_API Core {
   // gradient. Throws RuntimeFault if groups or options differ between ranks.
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
             const std::string& options = "");
-  // Drops the gradients accumulated since the last step. Without `set_to_none`, each parameter that
-  // has had a gradient since the last call with `set_to_none` gets a gradient of zeros in the next
-  // step, as in torch.
+  // Drops the gradients accumulated since the last step. Without `set_to_none`, the next step uses
+  // gradients of zeros, as in torch, for parameters that have had a gradient since the last call
+  // with `set_to_none`.
   void zero_grad(bool set_to_none = true);
   int64_t steps() const;
 
@@ -127,10 +127,10 @@ class PENSTOCK_API Core {
 
   // [all ranks] Turns parameters, and views of them, back into ordinary full tensors and frees all
   // memory. Without `gather`, sharded parameters have no values afterwards, and reading them
-  // throws. close() can gather even after a failure, on new connections, if every rank calls it.
-  // close() also notifies ranks that wait for this one. `why`: the error that is the reason for
-  // closing, if any. Returns a remark on the weights if a step was cut short, else "". Throws
-  // RuntimeFault, after releasing everything, if the weights could not be gathered.
+  // throws. After a failure, close() can still gather if every rank calls it: it makes new
+  // connections. close() also notifies ranks that wait for this one. `why`: the error that is the
+  // reason for closing, or "". Returns a remark on the weights if a step was cut short, else "".
+  // Throws RuntimeFault, after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why = {});
 
  private:
@@ -164,27 +164,27 @@ class PENSTOCK_API Calls {
   // This includes a backward that reached no parameter here, because it may have reached some on
   // other ranks.
   void end_backward();
-  // Must be called if a call that all ranks make raised `error` on this rank, perhaps only here.
+  // Must be called if `error` ended a collective call on this rank, even if other ranks had no
+  // error.
   void failed(const std::string& call, const std::string& error);
-  // Sets the function that returns, for error texts, the name of the thread with a given number; ""
-  // for a thread that no caller started.
+  // Sets the function from which error texts get the name of the thread with a given number. The
+  // function returns "" for a thread that no caller started.
   void name_threads(std::function<std::string(int64_t)> name);
 
  private:
   std::shared_ptr<Core::State> state_;
 };
 
-// Units whose forward the front computes again in backward (UnitInfo::recomputed), and their saved
-// inputs.
+// Units whose forward runs again in backward (UnitInfo::recomputed), and their saved inputs.
 class PENSTOCK_API Recomputation {
  public:
   explicit Recomputation(Core& core) : state_(core.state_) {}
 
   // Must be called before a unit's forward is computed again.
   void begin(int unit);
-  // Returns whether the units' inputs stay on another tier until their recomputation. If so, the
-  // front calls save() for each input and keeps the returned function. Calling the function returns
-  // the values; destroying it frees them.
+  // Returns whether the units' inputs move to another tier until the units are recomputed. If so,
+  // the front calls save() for each input and keeps the returned function. Calling the function
+  // returns the values; destroying it frees them.
   bool moves_inputs() const;
   std::function<at::Tensor()> save(int unit, const at::Tensor& input);
   int64_t saved_bytes() const;  // bytes of inputs saved now, in memory and on disk

@@ -10,8 +10,8 @@
 namespace penstock {
 
 // kWhole: every rank has the whole parameter, and the gradients of all ranks are equal. kCut: each
-// rank has a part. kPartial: every rank has the whole parameter, and each rank's gradient is one
-// addend of the sum (for example, the weight of a norm before a column split; Megatron-LM,
+// rank has a part. kPartial: every rank has the whole parameter, and its gradient is the sum of all
+// ranks' gradients (for example, the weight of a norm before a column split; Megatron-LM,
 // arXiv:2205.05198, section 4.2.2).
 enum class TensorCut : uint8_t { kWhole, kCut, kPartial };
 

@@ -15,7 +15,7 @@ namespace penstock {
 enum class KeyFate : uint8_t {
   kTaken,     // translated to a native key
   kNoEffect,  // the mechanism that it tunes does not exist here; results are the same
-  kRefused,   // would change training and is not supported: an error unless it is off
+  kRefused,   // changes training and is not supported: an error unless it is off
 };
 
 // One row of the table of keys.

@@ -6,10 +6,10 @@
 //   engine.backward(loss);
 //   engine.step();
 //
-// torch::nn modules have no forward hooks. A module whose parameters should move as one unit
-// therefore wraps its forward in penstock::unit(). Without that call the whole model is one unit;
-// the results are the same. A large layer is wrapped where it is used: penstock::unit(*embed, [&] {
-// return embed(x); }).
+// torch::nn modules have no forward hooks. So if the parameters of a module should move as one
+// unit, the module wraps its forward in penstock::unit(). Without that call the whole model is one
+// unit; the results are the same. A large layer is wrapped where it is used: penstock::unit(*embed,
+// [&] { return embed(x); }).
 //
 //   at::Tensor forward(at::Tensor x) {
 //     return penstock::unit(*this, [&] { return x + mlp(norm(x)); });
@@ -76,8 +76,8 @@ class PENSTOCK_API Engine {
   std::vector<std::pair<std::string, at::Tensor>> state();
   // [all ranks] Saves weights, optimizer state, buffers and torch's generator below `path`
   // (penstock/checkpoint.h). Call it between step() and the next backward. `client_state` is JSON
-  // that load() returns. Without `wait` the files are written while training continues. Returns the
-  // checkpoint's path.
+  // that load() returns. Without `wait`, training continues while the files are written. Returns
+  // the checkpoint's path.
   std::string save(const std::string& path, const std::string& tag = "",
                    const std::string& client_state = "null", bool wait = true);
   // [all ranks] Loads the newest complete checkpoint, or the one with the tag. Any layout can be

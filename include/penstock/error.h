@@ -14,7 +14,8 @@ class PENSTOCK_API ConfigError : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// A failure outside the program: I/O, a peer, memory. The text names rank, path, step and bytes.
+// A failure outside the program, for example of I/O, a peer or memory. The text names rank, path,
+// step and bytes.
 class PENSTOCK_API RuntimeFault : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -52,9 +52,9 @@ struct Tile {
 inline constexpr int64_t kTileBytes = 128 << 10;
 using TakeTile = std::function<void(const Tile&)>;
 
-// A rank's position in the plan, which other ranks can read. It is set for every collective, so the
-// texts are shared rather than copied. Shared ownership keeps them alive for a thread that reads
-// them after the plan or the lane is gone.
+// A rank's position in the plan, which other ranks can read. The position is set for every
+// collective, so its texts are shared and not copied. Shared ownership keeps the texts alive for a
+// thread that reads them after the plan or the lane is gone.
 struct PENSTOCK_API Position {
   int64_t step = 0, sequence = 0;
   std::shared_ptr<const std::string> lane;  // null: only `what` is set
@@ -103,11 +103,11 @@ class PENSTOCK_API Group {
   virtual Board* board() { return nullptr; }
   // [Note: Last call] The ranks of a run meet a last time. The meeting uses no exchanges, so it
   // works even after a failure.
-  // [all ranks] Blocks until every rank has called last_call(). Returns "" if no rank had failed.
-  // Otherwise returns the `fault` of the first rank that failed; this rank's exchanges have ended
-  // by then, and the caller must call renew(). A failed rank first waits one second for the other
-  // ranks, so that data in flight arrives. It then ends the exchanges of all ranks, because they
-  // might otherwise block forever; the ended exchanges throw `fault`. Throws std::exception if a
+  // [all ranks] Blocks until every rank has called last_call(). If no rank has failed, returns "".
+  // Otherwise ends this rank's exchanges and returns the `fault` of the first rank that failed; the
+  // caller must then call renew(). A failed rank first waits one second for the other ranks, so
+  // that data in flight arrives. The failed rank then ends the exchanges of all ranks, because they
+  // might otherwise block forever. The ended exchanges throw `fault`. Throws std::exception if a
   // rank is gone or does not call within the timeout.
   virtual std::string last_call(const std::string& fault) = 0;
   // Makes this rank's exchanges, including those in progress, throw `why` until renew(). Any thread
@@ -116,8 +116,8 @@ class PENSTOCK_API Group {
   // [all ranks] Makes new connections, which no failed exchange has used. No exchange of this rank
   // may be in progress.
   virtual void renew() = 0;
-  // connect_on_device() calls this function to make a back end with collectives on a device's
-  // memory (NCCL, RCCL, XCCL) among `ranks`, which all make the same calls in the same order. The
+  // connect_on_device() calls this function, which makes a back end for collectives on a device's
+  // memory (NCCL, RCCL, XCCL) among `ranks`. These ranks make the same calls in the same order. The
   // function must be set before an engine is made. Without it, device memory is exchanged through
   // host memory.
   using DeviceGroups =
@@ -139,8 +139,8 @@ class PENSTOCK_API Group {
       std::pair<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::ProcessGroup>>;
   // `timeout` bounds every exchange. The process group must have a CPU backend (gloo) with
   // point-to-point operations and should serve only Penstock. `downward` is an optional second
-  // process group over the same ranks for data to lower ranks: gloo's thread needs less processor
-  // time with one connection per direction (docs/decisions.md). renew() calls `connect` on all
+  // process group over the same ranks, for data to lower ranks. With one connection per direction,
+  // gloo's thread needs less processor time (docs/decisions.md). renew() calls `connect` on all
   // ranks to make two new process groups, and fails without `connect`.
   static std::shared_ptr<Group> from_process_group(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,

@@ -30,32 +30,31 @@ struct InitPlace {
 };
 
 // A *hollow* tensor has a shape, a dtype and a storage without memory; this object keeps an equal
-// part of the values on each rank. An access to the values that does not go through this object
-// throws an error that explains hollow tensors. All ranks make the calls marked [all ranks] in the
-// same order, from one thread. The other calls concern this rank only: ranks may free hollow
-// tensors at different times. The peak memory is one whole tensor, plus all parts in memory (parts
-// may be on disk instead).
+// part of the values on each rank. Any other access to the values throws an error that explains
+// hollow tensors. All ranks make the calls marked [all ranks] in the same order, from one thread.
+// The other calls concern this rank only: ranks may free hollow tensors at different times. The
+// peak memory is one whole tensor, plus all parts in memory (parts may be on disk instead).
 class PENSTOCK_API ShardedInit {
  public:
   explicit ShardedInit(std::shared_ptr<Group> group);
   ~ShardedInit();
 
   // Exchanges through `group` from now on; hollow tensors stay hollow. Throws RuntimeFault if the
-  // first group had another size, or if this process had another rank in it.
+  // size of the first group, or this process's rank in it, was different.
   void connect(std::shared_ptr<Group> group);
-  // Makes an unlinked file for parts in each of the folders in `path` (separated by ':') that has
-  // none yet. Throws ConfigError for a folder in which no file can be made.
+  // `path` lists folders, separated by ':'. Makes an unlinked file for parts in each folder that
+  // has none yet. Throws ConfigError for a folder in which no file can be made.
   void open(const std::string& path);
   // Makes a dense tensor hollow. This rank keeps its part of the values in host memory or in the
   // files of `place`, even if the tensor is on a device.
   void hollow(const at::Tensor& tensor, const InitPlace& place = {});
-  // Makes `tensor` hollow, or frees its part if it is hollow already: from now on its values are
-  // those in the file, which each rank reads in parts when they are used. keep() gives the tensor a
+  // Makes `tensor` hollow, or frees its part if it is hollow already. From now on its values are
+  // those in the file; each rank reads them in parts when they are used. keep() gives the tensor a
   // part again. A tensor on the meta device moves to the CPU. If `tensor` is hollow already, it
   // must cover its whole storage.
   void read_from(const at::Tensor& tensor, const FileValues& values, const InitPlace& place = {});
-  // Returns a hollow tensor with the values and the shape of the hollow `tensor`. Copies this
-  // rank's part of the tensor's whole storage to where that part is: memory or the files.
+  // Returns a hollow tensor with the values and the shape of the hollow `tensor`. Also copies this
+  // rank's part of the tensor's whole storage, within memory or within the files.
   at::Tensor copy(const at::Tensor& tensor);
   // Returns whether the tensor (or the tensor that it is a view of) is hollow.
   bool holds(const at::Tensor& tensor) const;
@@ -71,10 +70,10 @@ class PENSTOCK_API ShardedInit {
   // [all ranks] Returns the values of the whole storage behind a hollow tensor, one-dimensional, on
   // the tensor's device.
   at::Tensor whole(const at::Tensor& tensor) const;
-  // Returns uninitialized memory of the size that whole() returns, for a caller that overwrites it
-  // all.
+  // Returns uninitialized memory with the size of whole()'s result, for a caller that overwrites
+  // all of it.
   at::Tensor scratch(const at::Tensor& tensor) const;
-  // Stores this rank's part of `values`, which have the form that whole() returns.
+  // Stores this rank's part of `values`, which have the form of whole()'s result.
   void keep(const at::Tensor& tensor, const at::Tensor& values);
   // [all ranks] Returns the tensor's values in its own shape, in host memory, and frees the part.
   at::Tensor take(const at::Tensor& tensor);

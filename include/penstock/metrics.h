@@ -33,7 +33,7 @@ struct PENSTOCK_API StepMetrics {
   int64_t comm_bytes = 0;       // sent to peers
   int64_t disk_read_bytes = 0, disk_written_bytes = 0;
   double disk_busy_s = 0.0;  // time during which the disk had requests
-  // First the bytes that are in memory now, by role; then the largest so far, by tier.
+  // First the bytes in memory now, by role; then the peaks so far, by tier.
   int64_t param_bytes = 0, grad_bytes = 0, optim_bytes = 0, buffer_bytes = 0;
   int64_t device_peak_bytes = 0, host_peak_bytes = 0, disk_bytes = 0;
 
@@ -67,7 +67,7 @@ class PENSTOCK_API Metrics {
  public:
   explicit Metrics(const Core& core) : state_(core.state_) {}
 
-  // Counts samples and tokens that the window's forwards compute on this rank.
+  // Adds to the samples and tokens that the window's forwards compute on this rank.
   void count(int64_t samples, int64_t tokens);
   // Sets the model's FLOPs per sample (forward and backward) and the peak FLOPs per second of one
   // rank; 0: unknown.
@@ -91,8 +91,8 @@ class PENSTOCK_API Metrics {
   void write_last(const std::string& path) const;
   // [all ranks] Records the next `steps` whole steps of all ranks. Rank 0 writes the file when the
   // last of these steps ends. Each rank that passed `more` then calls it with the offset (ns) from
-  // its own steady clock to the clock of rank 0. `more` returns additional events of a Chrome
-  // trace, separated by commas, which are added to that rank's events.
+  // its own steady clock to the clock of rank 0. `more` returns additional events for that rank, as
+  // Chrome trace events separated by commas.
   void trace(const std::string& path, int64_t steps, std::function<std::string(int64_t)> more = {});
 
  private:

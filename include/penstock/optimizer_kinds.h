@@ -1,5 +1,5 @@
 #pragma once
-// The optimizers that the engine implements, one row each: name, keys, defaults, state per
+// The optimizers that the engine implements. Each has one row: name, keys, defaults, state per
 // parameter. Config, planner, engine and Python read these rows; the kernel of each optimizer is a
 // row of src/optim/optimizer_step.cpp. Plain values, usable from any thread.
 #include <array>

@@ -14,10 +14,10 @@ namespace penstock {
 
 struct ModelTree;
 
-// One rank's share of a machine, in achieved rates, not data-sheet peaks. The defaults describe an
-// accelerator of 2023 that has a peak of 1 PFLOP/s in bf16 (and achieves a bit under half), 3.3
-// TB/s of memory bandwidth, PCIe 5 and a 400 Gbit/s port. Eight of them share a machine with
-// NVLink, and two share a disk. All bandwidths are in bytes/s.
+// One rank's share of a machine. The rates are achieved rates, not data-sheet peaks. The defaults
+// describe an accelerator of 2023 that has a peak of 1 PFLOP/s in bf16 (and achieves a bit under
+// half), 3.3 TB/s of memory bandwidth, PCIe 5 and a 400 Gbit/s port. Eight of them share a machine
+// with NVLink, and two share a disk. All bandwidths are in bytes/s.
 struct Machine {
   double flops = 4e14;            // FLOP/s of forward and backward
   double local = 3e11;            // sent to ranks of the same node
@@ -68,9 +68,9 @@ struct PlanQuestion {
 
 struct PlanReport {
   std::vector<Alternative>
-      alternatives;  // those that fit first (of these, tight ones last), the fastest first
+      alternatives;  // first those that fit, tight ones after the others; the fastest first
   std::map<std::string, std::string>
-      same;          // omitted strategy -> the listed strategy that it equals on this mesh
+      same;          // omitted strategy -> a listed strategy that is equal on this mesh
   std::string text;  // the alternatives as a table
 };
 

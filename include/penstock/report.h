@@ -11,8 +11,8 @@
 
 namespace penstock {
 
-// Peak bytes on this rank: by role in memory (device plus host), and in swap files. Predicted for
-// each strategy; measured for the strategy in use.
+// Peak bytes on this rank: for each role in memory (device plus host), and in swap files. They are
+// predicted for each strategy, and measured for the strategy in use.
 struct LedgerEntry {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
   int64_t disk = 0;

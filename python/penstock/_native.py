@@ -1,7 +1,7 @@
 """Loads the C++ module, and checks that it was built for the installed torch.
 
-The C++ module needs torch's libraries. They are loaded without torch's Python package if possible,
-because importing that package takes longer than most commands.
+The C++ module needs torch's libraries. If possible, they are loaded without torch's Python package,
+whose import takes longer than most commands.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 There are three ways, all before the first `import deepspeed`: `penstock run --as-deepspeed
 script.py`, the environment variable PENSTOCK_AS_DEEPSPEED=1, or `penstock.deepspeed.install()`. The
-package is in a separate folder (as_deepspeed/), so Python finds it only after one of these.
+package is in a separate folder (as_deepspeed/). Python finds it only if one of these ways was used.
 """
 
 from __future__ import annotations

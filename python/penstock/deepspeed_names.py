@@ -1,7 +1,7 @@
 """The modules of DeepSpeed 0.19.8 and their public names, read from as_deepspeed/names.jsonl.
 
-The drop-in package makes from this table what it does not define itself, and `penstock doctor
---deepspeed` compares scripts with it. tests/drop_in/record_names.py writes the table.
+If the drop-in package does not define a name itself, it takes the name from this table. `penstock
+doctor --deepspeed` compares scripts with the table. tests/drop_in/record_names.py writes the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DATA = "make batches in the script; pass the length of sequences to the data lo
 _OFFLOAD = 'set "offload_optimizer" in the config (offload.late_update overlaps the update)'
 _REMOVED = "DeepSpeed 0.19.8 removed it"
 
-# Keys of the table's lines whose names work; a name under another key raises when it is used.
+# Keys of a line whose names work. A name under any other key raises an error when it is used.
 MADE = ("values", "enums", "errors", "settings", "getters")
 
 # Module or name -> what to do instead. The longest entry that contains a name applies.

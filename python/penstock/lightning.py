@@ -26,7 +26,8 @@ def _quiet(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train_on(device: torch.device) -> None:
-    """Makes get_accelerator() the CPU's for a trainer on the CPU, else the machine's."""
+    """For a trainer on the CPU, makes get_accelerator() return the CPU; otherwise the machine's
+    accelerator."""
     of_deepspeed = importlib.import_module("deepspeed.accelerator.real_accelerator")
     on_cpu = of_deepspeed.CPU_Accelerator() if device.type == "cpu" else None
     of_deepspeed.set_accelerator(on_cpu)

@@ -216,7 +216,7 @@ struct Activations::SavedTensor {
     try {
       arrive();
     } catch (const std::exception&) {
-      // The bytes are not needed any more, so an error does not matter as long as the transfer has
+      // Nothing needs the bytes any more. So an error does not matter, as long as the transfer has
       // ended. If the device failed, every wait throws.
     }
     source.reset();
@@ -248,7 +248,7 @@ struct Activations::SavedTensor {
   const int64_t numel, bytes;  // of the kept values
   // While this reference exists, no other storage can get the same address.
   const c10::weak_intrusive_ptr<c10::StorageImpl> origin;
-  mem::Lease memory;  // holds the values at rest, or, if they rest on disk, while they are loaded
+  mem::Lease memory;  // holds the values at rest; for values on disk, only while they are loaded
   std::shared_ptr<mem::Extents> extents;
   int64_t offset = -1;  // in the swap file; -1: not on disk
   mem::DiskTicket moving;

@@ -5,10 +5,10 @@
 // [Note: Saved inputs] A recomputed unit keeps only its inputs. If activations are offloaded, these
 // inputs leave the device. Autograd holds the function that save() returned. Each call of the
 // function returns the values (with retain_graph there may be several calls). The bytes are freed
-// with the graph. In between, the plan moves the inputs: put_away() when the unit's forward has
-// ended, and bring() while the backward before the unit's own runs. With a device, the bytes travel
-// on a separate stream, through pinned memory. A backward that the plan did not expect only takes
-// longer, because the function then fetches the missing values.
+// with the graph. In between, the plan moves the inputs. It calls put_away() when the unit's
+// forward has ended, and bring() during the backward of the preceding unit. With a device, the
+// bytes travel on a separate stream, through pinned memory. If the plan did not expect a backward,
+// the function fetches the missing values, so that backward only takes longer.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
@@ -38,13 +38,13 @@ class Activations {
   // Starts a forward. A tensor that several units get within one forward is kept once.
   void begin_forward();
   // Keeps the values, strides and alignment of an input that unit number `unit` is about to use.
-  // The returned function throws RuntimeFault after close(), for I/O errors, and if the tensor was
-  // changed in place before it was put away. Small tensors, parameters, and tensors that are not
-  // plain stay where they are.
+  // The returned function gives these values. It throws RuntimeFault after close(), for I/O errors,
+  // and if the tensor was changed in place before it was put away. Small tensors, parameters, and
+  // tensors that are not plain stay where they are.
   std::function<at::Tensor()> save(int unit, const at::Tensor& input);
-  // Moves to its tier what the unit saved since the last put_away(). Throws RuntimeFault if the
-  // disk is too full (the inputs then stay where they are) or if the unit changed its input in
-  // place.
+  // Moves the inputs that the unit saved since the last put_away() to the tier that holds them.
+  // Throws RuntimeFault if the disk is too full (the inputs then stay where they are) or if the
+  // unit changed its input in place.
   void put_away(int unit, const std::string& name);
   // Starts to read the inputs that the unit's last forward saved and that are still needed.
   void bring(int unit);

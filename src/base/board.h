@@ -31,8 +31,8 @@ class Board {
   Board(const Board&) = delete;
   Board& operator=(const Board&) = delete;
 
-  // Returns the index of the lane with this name. Returns -1 if the table is full; a lane without
-  // an index is not shown.
+  // Returns the index of the lane with this name, or -1 if the table is full. A lane without an
+  // index is not shown.
   int lane(std::string_view name);
   // Records that all ranks have met. `roster` has a line "host pid" for each rank; `run` is unique
   // to the run.
@@ -90,7 +90,7 @@ inline void take_turn(Board* board, const std::string& kind, const std::string& 
 }
 
 // Records that the call ended early on this rank: "left its forward because of an error". `owes`:
-// the call has not made all of its collectives. The board may be null.
+// some collectives of the call were not made. The board may be null.
 inline void leave_turn(Board* board, const std::string& error, bool owes) {
   if (board != nullptr) board->turns().raised(error, owes);
 }

@@ -35,7 +35,8 @@ struct PENSTOCK_API RankStatus {
   // A thread of the rank that exchanges data with peers.
   struct Lane {
     std::string name;
-    bool waits = false;    // true: it waits in the collective `line`; false: `line` was its last
+    bool waits = false;    // true: the lane waits in the collective `line`; false: `line` was the
+                           // lane's last collective
     int peer = -1;         // the peer that it waits for; -1: not known yet
     int64_t sequence = 0;  // number of the lane's collectives before this one
     uint32_t tag = 0;      // equal on the ranks that make the same collective

@@ -15,8 +15,8 @@ namespace {
 constexpr size_t kKept = 16;                   // turns
 constexpr size_t kText = 1000;                 // bytes of an error
 constexpr const char* kBackward = "backward";  // the kind of a backward's turn
-// Lanes on which all participating ranks make the same collectives. Stages send messages on other
-// lanes.
+// Lanes on which all ranks that take part make the same collectives. Messages between stages use
+// other lanes.
 constexpr std::array<const char*, 5> kAlike = {"gather", "reduce", "control", "update", "stage"};
 constexpr char kField = '\x1f', kLine = '\x1e';
 constexpr const char* kDifference = "[comm::exchange] the ranks made different calls: ";
@@ -116,7 +116,7 @@ std::string difference(const Standing& asks, const Standing& own, const RankStat
   }
   const bool alike = std::find(kAlike.begin(), kAlike.end(), asks.lane) != kAlike.end();
   if (!alike || !waits || lane->sequence != asks.sequence || lane->tag == asks.tag) return "";
-  // A rank gathers a unit off plan if it runs units in an order that it did not have in step one.
+  // A rank gathers a unit off plan if its order of units differs from that of step one.
   const bool off_plan = asks.collective.ends_with(kOffPlan) || lane->line.text.ends_with(kOffPlan);
   return concat(kDifference, name(asks.rank), " waits in `", asks.collective, "`, but ",
                 name(own.rank), " is in `", lane->line.text, "` (both: collective ", asks.sequence,

@@ -1,13 +1,13 @@
 #pragma once
 // Turns: the calls of this rank that run collectives, in order.
 //
-// [Note: Turns] All ranks must make the same calls that run collectives. A rank that makes another
-// call, or that raises an error, stops making the collectives that the others wait for. So a rank
-// that has waited for a second asks the rank that it waits for: the question contains the asking
-// rank's last turns and the collective in which it waits. The rank that is asked compares them with
-// its own turns and with the collective in which it waits itself. If they contradict each other in
-// two questions in a row, it ends the exchanges of all ranks, with the difference as the reason. No
-// question is sent while no rank waits that long.
+// [Note: Turns] All ranks must make the same calls that run collectives. If one rank makes a
+// different call or raises an error, the other ranks wait for collectives that this rank never
+// makes. So after a wait of one second, a rank sends a question to the rank that it waits for. The
+// question contains the last turns of the rank that asks, and the collective in which that rank
+// waits. The rank that receives the question compares it with its own turns and its own collective.
+// If two questions in a row show a contradiction, the receiving rank ends the exchanges of all
+// ranks, with the difference as the reason. Without waits of one second there are no questions.
 #include <cstdint>
 #include <deque>
 #include <mutex>
@@ -21,11 +21,11 @@ struct Turn {
   std::string kind;    // what the ranks compare: "forward", "norm ()"
   std::string did;     // for errors: "called step() in step 3"
   std::string raised;  // the error that ended the turn early on this rank, or ""
-  bool owes = false;   // because of the error, not all collectives of the turn were made
+  bool owes = false;   // because of the error, some collectives of the turn were not made
 };
 
-// How the texts of collectives end that gather a unit off plan: the rank runs units in an order
-// that no plan has.
+// End of a collective's text if the collective gathers a unit off plan, because this rank runs
+// units in an order that no plan has.
 inline constexpr const char* kOffPlan = " off plan";
 
 // What a rank says about itself: its last turns, and the collective in which it waits.
@@ -57,7 +57,8 @@ class TurnLog {
   std::deque<Turn> turns_{{"start", "started", std::string(), false}};  // guarded by mutex_
 };
 
-// Returns why the rank that asks waits for this rank in vain, or "". `status`: this rank's status.
+// Returns the reason why the rank that asks waits for this rank in vain, or "". `status`: this
+// rank's status.
 std::string difference(const Standing& asks, const Standing& own, const RankStatus& status);
 // Returns whether an error text came from difference().
 bool is_difference(const std::string& text);

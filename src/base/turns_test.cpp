@@ -10,7 +10,7 @@ namespace penstock {
 namespace {
 
 // The ranks' turns, one letter per turn: F forward, B backward, S step. A lower-case letter is a
-// turn that ended in an error; e is a forward that ended in an error after its collectives.
+// turn that ended in an error. The letter e is a forward whose error came after its collectives.
 Standing standing(int rank, const std::string& letters) {
   TurnLog turns;
   for (const char letter : letters) {

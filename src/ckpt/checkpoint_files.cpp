@@ -74,8 +74,8 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
     }
     regions.push_back(std::move(region));
   }
-  // A tensor that shares its values with another one has an empty region. Its slices are set after
-  // the layout is made.
+  // If a tensor shares its values with an earlier tensor, its region is empty. Its slices are set
+  // after the layout is made.
   ckpt::ShardLayout layout = ckpt::lay_out(regions, manifest.tensors);
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].same_as < 0) continue;

@@ -1,6 +1,5 @@
 #pragma once
-// 64-bit XXH3. It detects damage on the way to and from a disk, but does not protect against an
-// attacker.
+// 64-bit XXH3. It detects damage between memory and disk, but does not protect against an attacker.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 #pragma once
-// Damaged: thrown when a checkpoint differs from what its writer left. Another checkpoint may still
-// be good.
+// Damaged: thrown if a checkpoint differs from the data that its writer stored. Older checkpoints
+// may still be good.
 #include "penstock/error.h"
 
 namespace penstock::ckpt {

@@ -131,7 +131,7 @@ std::string read_text(const std::string& path) {
 }
 
 std::string read_head(const std::string& path, int64_t most) {
-  // Opening a pipe that nobody writes to would block without O_NONBLOCK.
+  // The path may be a pipe without a writer. Without O_NONBLOCK, opening it would block.
   const Descriptor file(path, O_RDONLY | O_NONBLOCK);
   if (file.get() < 0) fail("read", path, errno);
   struct stat found{};

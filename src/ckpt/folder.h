@@ -16,13 +16,14 @@ inline constexpr const char* kManifest = "checkpoint.json";
 std::string read_text(const std::string& path);
 // Returns the first bytes of the file, at most `most`.
 std::string read_head(const std::string& path, int64_t most);
-// Writes the file durably: after a crash it is there with the whole text, or not at all.
+// Writes the file durably: after a crash the file has the whole text or does not exist.
 void write_text(const std::string& path, const std::string& text);
 void sync_folder(const std::string& path);
 // Removes as much as it can and reports no errors.
 void remove_all(const std::string& path);
 bool exists(const std::string& path);
-// Reads `bytes` bytes at `offset` of an open file. Returns "", or why not all of them were read.
+// Reads `bytes` bytes at `offset` of an open file. Returns "", or the reason why fewer bytes were
+// read.
 std::string read_at(int file, int64_t offset, int64_t bytes, void* to);
 // "PATH: 12.00 GiB wanted, 3.10 GiB free: No space left on device"
 std::string space_error(const std::string& path, int64_t bytes, int error);
@@ -43,8 +44,8 @@ class Draft {
 
   const std::string& path() const { return path_; }
   // Every file in the draft must be durable. Renames the draft to root/tag and replaces an existing
-  // checkpoint of that name in one step. Then writes `latest` and removes all checkpoints named
-  // "step-..." except for the `keep` newest. If `keep` is 0, removes none. Returns the path.
+  // checkpoint of that name in one step. Then writes `latest`. Unless `keep` is 0, removes all
+  // checkpoints named "step-..." except the `keep` newest ones. Returns the path.
   std::string commit(int keep);
 
  private:
@@ -56,7 +57,7 @@ class Draft {
 // ---- complete checkpoints
 // Returns the tags of the complete checkpoints: first the one that `latest` names, then the other
 // tags from newest to oldest. Returns an empty list if the folder does not exist. If `latest`
-// exists and names none of them, prints a line on stderr.
+// exists but names no complete checkpoint, prints a line on stderr.
 std::vector<std::string> tags(const std::string& root);
 
 }  // namespace penstock::ckpt

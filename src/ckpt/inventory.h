@@ -1,7 +1,7 @@
 #pragma once
-// Inventory: lists every buffer of training state that this rank holds, and the logical tensors
-// that the buffers' elements belong to. The list is made from the executor's own copies, so it
-// works for any table, tier, tile and chunk. Saving and loading use the same list.
+// Inventory: lists every buffer of training state that this rank holds, and the logical tensors to
+// which the buffers' elements belong. The list is made from the executor's own copies, so it works
+// for any table, tier, tile and chunk. Saving and loading use the same list.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace penstock::ckpt {
 
-// The logical tensor that a flat's parameter belongs to. The parameter is the whole tensor or, if
-// it is a tile, some rows of it.
+// The logical tensor to which a flat's parameter belongs. The parameter is the whole tensor or, for
+// a tile, some of the tensor's rows.
 struct Global {
   std::string name;
   std::vector<int64_t> shape;
@@ -34,7 +34,7 @@ struct Holding {
   Placement place;     // placement of the copy that the buffer belongs to
   std::string role;    // "param": fp32 masters, or parameters that do not train
   int64_t first = 0;   // index of its first element in the flat
-  bool users = false;  // users see it as the parameter and may change it at any time
+  bool users = false;  // this buffer is the parameter that users see and may change at any time
   // For masters: the low-precision parameters, which users may have written to since the last step.
   // Null if there are no such parameters.
   const exec::Buffer* edits = nullptr;
@@ -48,12 +48,12 @@ struct Holding {
 std::vector<Holding> holdings(exec::Executor& executor, int rank,
                               const std::vector<std::string>& moments, bool lent = false);
 
-// Returns the part of a holding that this rank writes: [first, second) in elements of the holding.
-// Ranks that hold the same values divide the work among them, in whole blocks.
+// Returns the range [first, second) of a holding's elements that this rank writes. Ranks that hold
+// the same values divide the work in whole blocks.
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank);
 
-// Elements [global.begin, global.begin + numel) of a tensor. The first of them is element `at` of
-// the flat.
+// Elements [global.begin, global.begin + numel) of a tensor. The first of these elements is element
+// `at` of the flat.
 struct StatePiece {
   Global global;
   int64_t numel = 0;

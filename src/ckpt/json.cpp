@@ -17,8 +17,8 @@ constexpr size_t kMostShown = 200;
 }  // namespace
 
 Json parse_json(std::string_view text, const std::string& what) {
-  // A repeated key is an error, because the library keeps only the last value and another reader
-  // may keep the first one.
+  // A repeated key is an error: the library keeps only the last value, but a different reader may
+  // keep the first one.
   std::vector<std::set<std::string>> open;  // keys of the objects that are being read
   const auto watch = [&](int depth, Json::parse_event_t event, Json& value) {
     if (depth > kMaxDepth) throw Damaged(concat("[ckpt::json] ", what, " is nested too deeply"));
@@ -28,7 +28,7 @@ Json parse_json(std::string_view text, const std::string& what) {
       throw Damaged(concat("[ckpt::json] ", what, " has key ", value.dump(), " twice"));
     return true;
   };
-  // The library takes a NUL for the end of the text and ignores what follows.
+  // The library treats a NUL as the end of the text and ignores the rest.
   if (text.find('\0') != std::string_view::npos) {
     throw Damaged(concat("[ckpt::json] ", what, " is not valid JSON: it has a NUL byte"));
   }

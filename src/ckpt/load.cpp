@@ -21,7 +21,7 @@ constexpr size_t kNamed = 20;  // largest number of differences that an error li
 constexpr const char* kParam = "param";
 constexpr const char* kBuffer = "buffer";
 constexpr const char* kUsers = "optim.";  // prefix of roles of the user's own optimizer
-// Role of a parameter or a buffer, because a state dict does not distinguish them.
+// Role of a parameter or a buffer: a state dict does not say which of the two a tensor is.
 constexpr const char* kWeight = "weight";
 
 Dtype dtype_named(const std::string& name) {
@@ -57,7 +57,7 @@ const Tensor* find(const Manifest& manifest, const TensorLoadOptions& options,
   const Tensor* found = in_role(role, name);
   if (found != nullptr || rank >= 0) return found;
   if (role != kParam && role != kBuffer) {
-    // The role is the same whether Penstock's kernels or the user's own optimizer update it.
+    // The role is the same for Penstock's kernels and for the user's own optimizer.
     return in_role(role.starts_with(kUsers) ? role.substr(std::strlen(kUsers)) : kUsers + role,
                    name);
   }

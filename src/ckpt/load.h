@@ -46,7 +46,7 @@ struct Target {
   const GlobalOf& global_of;
   std::vector<Holding> holdings;
   std::vector<Extra> extras;
-  std::set<std::string> elsewhere{};  // parameters of other stages; those stages check them
+  std::set<std::string> elsewhere{};  // parameters of other stages, which are checked there
 };
 
 // Returns whether the checkpoint has the parameter, under this name or another name of a tied
@@ -63,8 +63,8 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
 // same values. Throws ConfigError or Damaged.
 void check_tied(TensorReader& reader, const Manifest& manifest, const TensorLoadOptions& options);
 
-// [all ranks] Fills every copy. After an error, fill() still takes part in all collectives and then
-// returns the error text. In that case the state is a mix of old and new values.
+// [all ranks] Fills every copy. After an error, fill() still makes all collectives and then returns
+// the error text. The state is then a mix of old and new values.
 std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
                  const TensorLoadOptions& options);
 

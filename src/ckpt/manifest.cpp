@@ -51,8 +51,8 @@ File parse_file(const Json& value) {
   file.data = entry.whole("data", 0, file.table);
   file.granule = entry.whole("granule", 1, kMostGranule);
   file.checksum = entry.text("checksum");
-  // Every granule has a checksum of eight bytes. The check divides, because a product could
-  // overflow for large sizes.
+  // Every granule has a checksum of eight bytes. The check divides because, with large sizes, a
+  // product could overflow.
   const int64_t length = file.table - file.data;
   const int64_t pieces = length / file.granule + (length % file.granule == 0 ? 0 : 1);
   if (pieces > file.bytes || file.bytes - file.table != pieces * 8) {
@@ -153,7 +153,7 @@ std::string Manifest::text() const {
                 hex(checksum(rest.data(), static_cast<int64_t>(rest.size()))), "\",\n", rest);
 }
 
-// The version is checked first, because another version may differ in everything else.
+// The version is checked first, because in other versions everything else may differ.
 Manifest Manifest::parse(std::string_view text, bool complete) {
   const Json json = parse_json(text, "manifest");
   const JsonReader top(json, "manifest");
@@ -176,8 +176,8 @@ Manifest Manifest::parse(std::string_view text, bool complete) {
 }
 
 Manifest Manifest::read(const std::string& path, std::string* text) {
-  // The path may lead to another file by mistake. The first byte shows this without reading the
-  // whole file.
+  // The path may lead to a wrong file. The first byte shows this, so the whole file need not be
+  // read.
   const bool begins = read_head(path, 1) == "{";
   const std::string all = begins ? read_text(path) : "";
   if (text != nullptr) *text = all;

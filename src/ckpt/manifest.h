@@ -35,7 +35,7 @@ struct Tensor {
 };
 
 // A safetensors file. The bytes from `data` to `table` have one checksum per `granule` bytes. The
-// checksums, eight bytes each, fill the file from `table` to its end.
+// file from `table` to its end consists of these checksums, eight bytes each.
 struct File {
   std::string name;
   int64_t bytes = 0, data = 0, table = 0, granule = 0;
@@ -55,8 +55,9 @@ struct Manifest {
   // Throws Damaged if the text has a wrong version, a wrong checksum, or invalid names, sizes or
   // offsets. If `complete` is set, it also throws Damaged for a tensor with gaps.
   static Manifest parse(std::string_view text, bool complete = true);
-  // Reads the manifest file of a checkpoint. Errors of parse() then name the file. `*text`, if
-  // `text` is not null, receives the file's text. Throws RuntimeFault if the file cannot be read.
+  // Reads the manifest file of a checkpoint and adds the file's name to errors of parse(). If
+  // `text` is not null, `*text` receives the file's text. Throws RuntimeFault if the file cannot be
+  // read.
   static Manifest read(const std::string& path, std::string* text = nullptr);
 
   const Tensor* find(const std::string& key) const;

@@ -49,8 +49,8 @@ std::optional<size_t> PendingWrites::next() {
       stages_[index] = Stage::kGivenOut;
       return index;
     }
-    // A source that is being copied becomes available when the copy ends. Until then, other sources
-    // come first.
+    // If a source is being copied, it becomes available when the copy ends. Until then, other
+    // sources come first.
     bool copying = false;
     for (size_t index = next_; index < stages_.size(); ++index) {
       if (stages_[index] == Stage::kWaiting) {

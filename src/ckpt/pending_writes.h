@@ -1,12 +1,12 @@
 #pragma once
 // PendingWrites: the parts of a save that are not written yet, and the places of their bytes.
 //
-// [Note: Behind training's back] State that only the engine changes is not copied when a save
-// begins. The thread of the save writes it directly from where it rests. Code that is about to
-// change this state (the optimizer, a write to swap) calls the ChangeWatch first. If the save has
-// not written this state yet, the call copies the state if it is in memory; if it is on disk, the
-// call waits until the save has written it. So a save uses memory only for state that training
-// changes before the save has written it.
+// [Note: Behind training's back] When a save begins, it does not copy state that only the engine
+// changes: the save's thread writes such state directly from its resting place. Code that is about
+// to change such state (the optimizer, a write to swap) calls the ChangeWatch first. This call
+// returns at once if the save has written the state already. Otherwise the call copies state in
+// memory, and for state on disk it waits for the save. So a save uses memory only for state that
+// training changes before the save has written it.
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -44,8 +44,8 @@ class PendingWrites final : public mem::ChangeWatch {
   Source& at(size_t index) { return sources_[index]; }
   size_t size() const { return sources_.size(); }
 
-  // Called by the thread of the save. Returns the index of the source to write next, or nothing if
-  // no source is left.
+  // Returns the index of the source to write next, or nothing if no source is left. Only the save's
+  // thread calls it.
   std::optional<size_t> next();
   bool hurries() const { return hurries_ > 0; }  // a thread waits for a source to be written
   void done(const std::vector<size_t>& written);

@@ -1,6 +1,7 @@
 #pragma once
-// The header of a safetensors file: eight bytes of length, then JSON with the place of each tensor
-// (https://github.com/huggingface/safetensors#format). Plain values; usable from any thread.
+// The header of a safetensors file: the JSON's length in eight bytes, then JSON with the place of
+// each tensor (https://github.com/huggingface/safetensors#format). Plain values; usable from any
+// thread.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -28,7 +29,7 @@ std::string write_head(const std::vector<TensorHead>& tensors, int64_t align);
 // Returns the header's size. `first`: the first eight bytes of a file that has `file_bytes` bytes.
 // Throws Damaged if the size is impossible.
 int64_t head_bytes(std::string_view first, int64_t file_bytes);
-// Throws Damaged unless the tensors of the header fill the rest of the file without gaps.
+// Throws Damaged unless the tensors of the header fill the file after the header without gaps.
 std::vector<TensorHead> parse_head(std::string_view head, int64_t file_bytes);
 
 }  // namespace penstock::ckpt

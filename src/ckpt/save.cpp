@@ -152,8 +152,8 @@ void Save::open(const std::string& folder) {
   bounce_ = std::make_unique<Bounce>(tiers_.host, *writer_, contents_.room_bytes);
 }
 
-// Returns the parameters of the source's elements, in memory of `where`. If parameters rest whole,
-// users may have written to them since the last step; the masters do not have these edits yet.
+// Returns the parameters for the source's elements, in memory of `where`. If parameters rest whole,
+// users may have written to them since the last step, and the masters do not have these edits yet.
 at::Tensor Save::edits_of(const Source& source, const device::Device* where) {
   const Holding& holding = source.holding;
   return device::brought(holding.edits->at(holding.first + source.first - holding.edits_first),
@@ -248,8 +248,8 @@ void Save::write_from_memory(const Source& source, const Region& region, int bat
   }
 }
 
-// Writes in two alternating groups: while the system writes one group, the next one is started. The
-// memory of a group may change when the group is written.
+// Writes in two alternating groups: while the system writes one group, the next one is started.
+// When a group is written, its memory may change.
 void Save::write_regions() {
   std::array<std::vector<size_t>, 2> groups;
   int now = 0;

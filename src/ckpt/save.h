@@ -3,11 +3,10 @@
 // commit() turns the shards of all ranks into a checkpoint.
 //
 // [Note: A save] Every rank writes the state that it holds. If several ranks hold the same values,
-// each writes a part of them. Nothing is gathered. When a rank's shard is on disk, the rank writes
-// its part of the manifest to a file beside the shard. A rank that failed writes a file with the
-// error instead. Rank 0 waits for these files, writes the manifest and renames the folder. So the
-// writing threads need no connections, and a checkpoint becomes visible only if all ranks finished
-// it.
+// each writes a part of these values. Nothing is gathered. After its shard, a rank writes its part
+// of the manifest to a file beside the shard. A failed rank writes a file with the error instead.
+// Rank 0 waits for these files, writes the manifest and renames the folder. So the writing threads
+// need no connections, and a checkpoint becomes visible only if all ranks finished it.
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -56,7 +55,7 @@ class Save {
   // the model's thread.
   void capture(bool behind);
   // Writes the shard. Any thread may call it. It does not throw: it reports an error to rank 0 and
-  // returns the error text.
+  // returns the error's text, or "".
   std::string write();
 
  private:
@@ -98,7 +97,8 @@ class Save {
 
 // Must be called on rank 0 after its own write(). Waits for the parts of the other ranks and
 // commits the draft. Returns the path of the checkpoint. Throws RuntimeFault with the first error
-// that a rank reported, or if a part is still missing when `late` returns true.
+// that a rank reported. Also throws RuntimeFault if a part is still missing when `late` returns
+// true.
 std::string commit(Draft& draft, int world, int keep, const std::function<bool()>& late);
 
 }  // namespace penstock::ckpt

@@ -29,8 +29,8 @@ class Saver {
   // Starts to write a captured save. The previous save must have finished.
   void start(std::unique_ptr<Save> save, MergeStep merge);
   bool busy() const { return thread_.joinable() && !ended_; }
-  // Waits for the save. Returns the error of this rank's part. On rank 0, returns the error of any
-  // part. Each error is returned only once.
+  // Waits for the save. Returns the error of this rank's part or, on rank 0, the error of any part.
+  // Each error is returned only once.
   std::string finish();
   // Like finish(), but waits at most a few seconds for other ranks, which may be gone.
   std::string finish_alone();

@@ -29,7 +29,8 @@ constexpr int kDepth = 8;                     // requests in flight
 constexpr int64_t kRequestBytes = 4LL << 20;  // largest size of one request
 constexpr int64_t kReadBytes = 1LL << 20;
 
-// Small enough that reading a part reads few extra bytes; large enough to keep the table small.
+// A granule is so small that a read of a part has few extra bytes, and so large that the table
+// stays small.
 int64_t granule_of(int64_t data_bytes) { return data_bytes < (4LL << 20) ? 512 : kBlockBytes; }
 
 int64_t pieces_of(const File& file) {
@@ -154,7 +155,7 @@ void ShardWriter::write(int64_t offset, const char* data, int64_t bytes, int bat
   }
 }
 
-// Submits the rest of a write that the system made only in part.
+// If the system made only a part of a write, submits the remaining part.
 void ShardWriter::submit(mem::BlockRequest request, int batch) {
   mem::BlockRequest rest = request;
   request.done = [this, rest, batch](int64_t moved) mutable {
@@ -215,7 +216,7 @@ std::string ShardWriter::finish() {
 
 ShardReader::ShardReader(const std::string& folder, const File& file)
     : path_(folder + "/" + file.name), file_(file) {
-  // Opening a pipe that nobody writes to would block without O_NONBLOCK.
+  // The path may be a pipe without a writer. Without O_NONBLOCK, opening it would block.
   fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   struct stat found{};
   if (fd_ < 0 || ::fstat(fd_, &found) != 0) {

@@ -1,6 +1,6 @@
 #pragma once
-// A shard: the safetensors file of one rank. Its tensors are grouped in regions, each of which has
-// the bytes of one buffer. Regions begin at blocks of the file, so they can be written in any
+// A shard: the safetensors file of one rank. Its tensors are grouped in regions; a region has the
+// bytes of one buffer. Every region begins at a block of the file, so regions can be written in any
 // order, in place, and without the page cache. A table after the regions has one checksum per
 // granule of the file.
 #include <array>
@@ -64,8 +64,8 @@ class ShardWriter {
   void write(int64_t offset, const char* data, int64_t bytes, int batch);
   // Blocks until the batch's writes have ended. Throws RuntimeFault with path and bytes.
   void flush(int batch);
-  // Must be called after all regions were written. Writes header and table and makes the file
-  // durable. Returns the table's checksum.
+  // Must be called after all regions were written. Writes the header and the table of checksums,
+  // and makes the file durable. Returns the table's checksum.
   std::string finish();
 
  private:

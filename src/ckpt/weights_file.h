@@ -1,6 +1,6 @@
 #pragma once
-// WeightsFile: a file of weights that is read in parts, when they are needed. The file stays open,
-// so it may be renamed or unlinked in the meantime. Usable from any thread.
+// WeightsFile: a file of weights. Each part is read when it is needed. The file stays open, so it
+// may be renamed or unlinked in the meantime. Usable from any thread.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -24,8 +24,8 @@ class PENSTOCK_API WeightsFile {
   // RuntimeFault if the file is too short or was changed since it was opened.
   void read(int64_t offset, int64_t numel, at::ScalarType from, at::ScalarType into,
             void* to) const;
-  // Returns a hash of the file's size and of bytes at 256 places, for comparing the files of
-  // different ranks.
+  // Returns a hash of the file's size and of bytes at 256 places. Ranks compare these hashes to
+  // find different files.
   uint64_t print() const;
 
  private:

@@ -147,7 +147,7 @@ uint32_t Channel::begin(const Label& label) {
   group_.set_position({step_, sequence, name_.text, label.text});
   uint64_t hash = mix(label.hash, name_.hash);
   hash = mix(mix(hash, static_cast<uint64_t>(step_)), static_cast<uint64_t>(sequence));
-  // Tags have 31 bits (gloo), and kLifelineTag stays free for ConnectionWatch.
+  // gloo's tags have 31 bits. kLifelineTag stays free for ConnectionWatch.
   return static_cast<uint32_t>(mix(hash, sizes_) % kLifelineTag);
 }
 
@@ -391,8 +391,8 @@ void Channel::sum_on_device(const Members& members, const std::vector<ReduceBuff
 }
 
 // Exchanges the pieces that were added to sends_. `received` is the place for the packed pieces;
-// its `bytes` is the size of one peer's piece. Returns false if the group has no tiles, if the
-// memory is on a device, or if everything is packed.
+// `received.bytes` is the size of one peer's piece. Returns false if the group does not support
+// tiles, if the memory is on a device, or if everything is packed.
 bool Channel::reduce_in_tiles(const Members& members, const std::vector<ReduceBuffer>& buffers,
                               const Staging& received, uint32_t tag) {
   tiles_.peers.clear();

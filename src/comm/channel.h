@@ -3,9 +3,9 @@
 // time.
 //
 // [Note: Cross-check] The tag of a collective is a hash of (channel, training step, sequence
-// number, label, sizes). Ranks that disagree on any of these never match, so a divergence cannot
-// mix up data. Both sides then wait until the timeout, and the error shows the position of each
-// rank.
+// number, label, sizes). The tags of ranks that disagree on any of these never match, so a
+// divergence cannot mix up data. Both sides then wait until the timeout, and the error shows the
+// position of each rank.
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -27,8 +27,8 @@ namespace penstock::comm {
 using penstock::Members;
 
 // The name of a collective: the text of its plan line, and the hash of that text. A label is made
-// once, when a plan is prepared. Copies share the text, because the thread of the roll call may
-// hold a copy after the plan is gone. Calls outside a plan pass a string.
+// once, when a plan is prepared. Copies share the text, because the roll call's thread may hold a
+// copy after the plan is gone. A call outside a plan passes a string.
 struct Label {
   Label() = default;
   Label(std::string text);                               // NOLINT(google-explicit-constructor)
@@ -54,9 +54,9 @@ struct ReduceBuffer {
   int64_t numel = 0;
   float scale = 1.0F;
   bool accumulate = false;
-  // If not null, receives the sum of squares of the values written to this rank's shard, computed
-  // as by host::sum_squares. The sum is not finite if one of the values is not finite. Host memory
-  // only.
+  // If not null, receives the sum of squares of the values written to this rank's shard. The sum
+  // has the bits of host::sum_squares, and is not finite if one of the values is not finite. Host
+  // memory only.
   double* squares = nullptr;
 };
 
@@ -71,18 +71,17 @@ struct Staging {
 // is copied to the device asynchronously.
 //
 // [Note: Many ranks] Over host memory, up to kDirect members send each other their shards in one
-// round. More members gather small shards by doubling, in log2(members) rounds, and larger shards
-// around a ring. In the ring, one rank of each node sends to another node, and all other sends stay
-// inside a node. A broadcast is a binomial tree. A sum is always one round of direct sends: it
-// moves as many bytes as a ring and adds in member order, in fp32. The plan decides how sums use
-// the links between nodes (sum_wide()).
+// round. With more members, small shards are gathered by doubling, in log2(members) rounds, and
+// larger shards around a ring. In the ring, one rank of each node sends to the next node, and all
+// other sends stay inside a node. A broadcast is a binomial tree. A sum is always one round of
+// direct sends. It moves as many bytes as a ring, and adds in fp32 in member order. The plan
+// decides how sums use the links between nodes (sum_wide()).
 //
 // After its first call, a collective allocates no memory and makes no text. Only share() does both
 // on every call.
 //
-// [Note: Tiles] If the group passes on received data tile by tile (Group::exchange_tiles), a shard
-// is summed tile by tile while the tiles are in the cache, and the scratch is not used. The result
-// has the same bits.
+// [Note: Tiles] If the group delivers received data tile by tile (Group::exchange_tiles), each tile
+// is summed while it is in the cache, and the scratch is not used. The result has the same bits.
 //
 // [Note: Staging] If several small buffers travel together (src/place/packing.h) and the caller
 // provides staging memory, they are packed into one piece for each peer. Large buffers are sent and
@@ -94,8 +93,8 @@ class Channel {
   static int64_t staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers);
   static int64_t staging_bytes(const Members& members, const std::vector<ReduceBuffer>& buffers);
 
-  // `shown`: the channel's name on the board. It is needed if another thread's channel has the same
-  // `name`.
+  // `shown`: the channel's name on the board. It is needed if a channel of another thread has the
+  // same `name`.
   Channel(Group& group, std::string name, const std::string& shown = "");
 
   // Makes collectives on device memory among `members` use `back_end`. `members` is compared by
@@ -106,8 +105,8 @@ class Channel {
   uint64_t history() const { return history_; }
 
   void set_step(int64_t step) { step_ = step; }  // used in tags and error texts
-  // Call after the group's renew(), because ranks may have made different numbers of collectives
-  // before it.
+  // Call after the group's renew(), because before it the ranks may have made different numbers of
+  // collectives.
   void renew() { step_ = sequence_ = 0; }
   // Number of Group::exchange calls since construction. Any thread.
   int64_t exchanges() const { return sequence_.load(std::memory_order_relaxed); }
@@ -125,15 +124,16 @@ class Channel {
   // Works in place on `partial`, in its dtype. `result` is not used.
   void all_reduce(const Label& label, const Members& members,
                   const std::vector<ReduceBuffer>& buffers, const Staging& staging = {});
-  // Sends the i-th piece of `from` to member i and receives the i-th piece of `to` from it. Each
-  // piece has `bytes` bytes.
+  // Sends the i-th piece of `from` to member i. The i-th piece of `to` receives the data of member
+  // i. Each piece has `bytes` bytes.
   void all_to_all(const Label& label, const Members& members, const void* from, void* to,
                   int64_t bytes);
   // Sends member 0's bytes to all members.
   void broadcast(const Label& label, const Members& members, void* data, int64_t bytes);
   // Sends all shards to the first owner. `owners` lists the rank of each shard, in order. On the
-  // first owner, `data` has room for all shards, and the owner's shard is already in its place. On
-  // other ranks, `data` is the rank's shard. Ranks that own no shard (index < 0) must also call it.
+  // first owner, `data` has room for all shards, and that owner's shard is already in place. On
+  // other ranks, `data` is the rank's shard. Ranks that own no shard (index < 0) must also call
+  // collect().
   void collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes);
   // Returns each member's payload, in member order. Payloads have the same size on all members.
   std::vector<std::string> share(const Label& label, const Members& members,

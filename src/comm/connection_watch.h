@@ -1,7 +1,7 @@
 #pragma once
 // ConnectionWatch: reports at once that a neighbour's process has ended. It posts a receive for a
-// message that no rank ever sends. The receive fails when the connection closes. It serves ranks
-// that wait for each other on a device, where nothing else would notice a lost process.
+// message that no rank ever sends. The receive fails when the connection closes. The watch is for
+// ranks that wait for each other on a device, where nothing else would notice a lost process.
 #include <c10/util/intrusive_ptr.h>
 
 #include <functional>

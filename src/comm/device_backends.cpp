@@ -12,8 +12,8 @@ namespace penstock::comm {
 
 namespace {
 
-// In this order: time between two calls of look(), age after which a collective is shown, and time
-// between two checks in abort().
+// kLook is the time between two calls of look(), and kPoll the time between two checks in abort().
+// A collective is shown when its age is above kShown.
 constexpr std::chrono::milliseconds kLook{500};
 constexpr std::chrono::seconds kShown{1};
 constexpr std::chrono::milliseconds kPoll{5};

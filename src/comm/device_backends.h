@@ -17,7 +17,7 @@ class DeviceBackends {
  public:
   std::shared_ptr<DeviceCollectives> add(c10::intrusive_ptr<c10d::Backend> back_end);
   // Refuses new collectives. Queued collectives get one second to finish, because peers may already
-  // take part in them. Unfinished ones are then aborted.
+  // take part in them. Then the unfinished collectives are aborted.
   void abort(const std::string& why);
   // Returns the text of the first collective that abort() cut off, or "" if there was none.
   std::string cut_off();

@@ -85,8 +85,8 @@ void DeviceCollectives::run(const Position& position, const c10::Stream& stream,
     forget_ended();
     queued_.push_back({{position, std::chrono::steady_clock::now()}, {}});
   }
-  // queue() runs without the lock, because it may wait for a peer and abort() must be able to end
-  // that wait.
+  // queue() runs without the lock: it may wait for a peer, and abort() must be able to end that
+  // wait.
   try {
     queue();
     c10::Event end(stream.device_type());

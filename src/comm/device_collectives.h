@@ -56,8 +56,8 @@ class DeviceCollectives {
   void reduce_scatter(at::Tensor result, at::Tensor partial);
   void broadcast(const at::Tensor& values);  // sends the group's first rank's values
 
-  // Returns the first collective that the device has not finished, and the time at which it became
-  // the first. Returns nothing after abort(). Any thread.
+  // Returns the first unfinished collective on the device, and the time since which it has been the
+  // first. Returns nothing after abort(). Any thread.
   struct Pending {
     Position position;
     std::chrono::steady_clock::time_point since;
@@ -75,7 +75,8 @@ class DeviceCollectives {
  private:
   struct Queued {
     Pending pending;
-    std::optional<c10::Event> end;  // unset while it is being queued; queueing may wait for a peer
+    std::optional<c10::Event> end;  // unset while the collective is being queued; queueing may wait
+                                    // for a peer
   };
   void forget_ended();
   bool is_refused();

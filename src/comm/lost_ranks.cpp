@@ -57,7 +57,7 @@ LostRanks::LostRanks(const c10::intrusive_ptr<c10d::Store>& store, const std::st
 
 LostRanks::~LostRanks() {
   try {
-    // Ranks that notice later that this rank is gone can still read how it ended.
+    // If a rank notices later that this rank is gone, it can still read how this rank ended.
     store_->set(key("here", rank_), bytes_of(here() + ", and has closed its engine"));
     if (!called_last_) {
       decide(concat("rank ", rank_, " has closed its engine without gathering: it is at ", here()));
@@ -85,7 +85,7 @@ std::string LostRanks::here() {
 }
 
 void LostRanks::wake(c10d::Store& store, int rank, const std::string& why) {
-  // Wake-ups are numbered, so that none is lost or seen twice.
+  // Wake-ups are numbered, so that no wake-up is lost or seen twice.
   const int64_t number = store.add(key("wakes", rank), 1);
   store.set(concat(key("wake", rank), "/", number), bytes_of(why));
 }
@@ -108,8 +108,8 @@ void LostRanks::watch() {
 // Runs on the watch thread.
 void LostRanks::hear(const std::string& why) {
   if (!why.starts_with(kQuestion)) {
-    // The answer is stored first, because ending exchanges may take a while and a roll call may be
-    // waiting for the answer.
+    // The answer is stored first: a roll call may be waiting for it, and ending the exchanges may
+    // take a while.
     watch_store_->set(key("here", rank_), bytes_of(here()));
     if (why != kFault && requests_.end_exchanges) requests_.end_exchanges(why);
     return;

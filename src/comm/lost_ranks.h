@@ -1,14 +1,14 @@
 #pragma once
-// LostRanks: the roll call. After a failure it finds out which ranks still answer, and the position
+// LostRanks: the roll call. After a failure, it finds the ranks that still answer, and the position
 // of each rank.
 //
-// [Note: Roll call] Every rank has a watch thread that waits in the store for a key of that rank. A
-// rank whose exchange failed posts its position and error, wakes all watch threads, and waits a
-// grace period for the answer of every other rank. A rank that does not answer is dead or stopped.
-// A slow rank does answer, because its watch thread does not depend on the model's thread. The
-// store keeps the first verdict. If another rank fails later because the first failed rank is gone,
-// it repeats that verdict and does not blame the first one. If a rank has failed and is closing,
-// the watch threads also end the exchanges of ranks that wait for it ([Note: Last call],
+// [Note: Roll call] Every rank has a watch thread that waits in the store for a key of that rank.
+// When an exchange fails, its rank posts its own position and error, wakes all watch threads, and
+// waits a grace period for the answer of every other rank. A rank that does not answer is dead or
+// stopped. A slow rank does answer, because its watch thread does not depend on the model's thread.
+// The store keeps the first verdict. If a second rank fails later because the first one is gone,
+// the second rank repeats that verdict and does not blame the first one. If a failed rank is
+// closing, the watch threads also end the exchanges of ranks that wait for it ([Note: Last call],
 // penstock/group.h).
 #include <c10/util/intrusive_ptr.h>
 
@@ -45,7 +45,7 @@ class LostRanks {
   std::string call(const std::string& error);
   // Ends the exchanges of all other ranks, with `why` as the reason.
   void tell(const std::string& why);
-  // Asks another rank whether this rank waits for it in vain. Only one thread may call ask().
+  // Asks the rank `rank` whether this rank waits for it in vain. Only one thread may call ask().
   void ask(int rank, const std::string& question);
   // How the run has been closed so far: not at all, by all ranks together at the last call, or by
   // at least one rank on its own. In the last case `why` names that rank.

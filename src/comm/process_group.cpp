@@ -1,6 +1,6 @@
-// Group over a c10d process group. Every collective is made of the process group's point-to-point
-// operations, which receive in place. (gloo's all-gather copies twice, and its reduce-scatter is a
-// full all-reduce.)
+// Group over a c10d process group. Every collective consists of the process group's point-to-point
+// operations, which receive in place. In contrast, gloo's own all-gather copies twice, and its
+// reduce-scatter is a full all-reduce.
 #include <ATen/ops/from_blob.h>
 
 #include <optional>

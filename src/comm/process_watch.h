@@ -1,5 +1,5 @@
 #pragma once
-// ProcessWatch: reports at once that another process of this host has ended, for whatever reason.
+// ProcessWatch: reports at once when another process of this host has ended, for any reason.
 #include <cstdint>
 #include <functional>
 #include <thread>

@@ -13,7 +13,8 @@ namespace penstock::comm {
 
 namespace {
 
-// Time for the device to finish collectives with a rank that closed its engine before the others.
+// If a rank closes its engine before the others, the device has this time to finish collectives
+// with it.
 constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
 // Seconds after which a wait asks its first question, and the longest time between later questions.
 constexpr double kAsk = 1.0, kAskOften = 5.0;
@@ -24,8 +25,8 @@ constexpr std::chrono::milliseconds kAskLook{500};
 StoreGroup::StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
                        RankOf ranks, std::chrono::milliseconds timeout, const WatchOptions& watch)
     : rank_(ranks.rank), size_(ranks.size), limit_(timeout) {
-  // A failed exchange, the roll call and its repetition on other ranks together stay within
-  // `timeout`.
+  // The times of a failed exchange, the roll call and its repetition on other ranks add up to at
+  // most `timeout`.
   const auto grace = std::clamp<std::chrono::milliseconds>(timeout / 8, std::chrono::seconds(1),
                                                            std::chrono::seconds(5));
   timeout_ = std::max(timeout - 2 * grace, timeout / 2);
@@ -140,8 +141,8 @@ void StoreGroup::neighbour_left(const std::string& error) {
   end_exchanges(why);
 }
 
-// Runs on the watchdog's thread. Asks the peers that long waits are waiting for. Returns the time
-// until the next call.
+// Runs on the watchdog's thread. For each long wait, asks the peer for which it waits. Returns the
+// time until the next call.
 std::chrono::milliseconds StoreGroup::ask(Board& board) {
   Standing mine = board.turns().standing(rank_);
   for (const RankStatus::Lane& lane : board.status().lanes) {

@@ -56,8 +56,8 @@ class StoreGroup : public Group {
   std::chrono::milliseconds limit();
   void waits_for(uint32_t tag, int peer) { watch_->board().waits_for(tag, peer); }
   std::string ended();
-  // Makes the watchdog also watch the device's collectives, for which no exchange on the host
-  // waits.
+  // Makes the watchdog also watch collectives on the device. No exchange on the host waits for
+  // these collectives.
   void look_at_device();
   void neighbour_left(const std::string& error);
   // Clears the reasons that ended the exchanges. For renew().

@@ -158,7 +158,7 @@ class ThreadGroup final : public Group {
              !ended.empty();
     };
     const bool in_time = mailbox_->changed.wait_until(lock, deadline, ready);
-    // A letter is delivered even if its sender has failed or closed since it was sent.
+    // A letter is delivered even if its sender has failed or closed in the meantime.
     const auto found = letters.find(key);
     if (found == letters.end()) {
       if (!ended.empty()) throw std::runtime_error(ended);

@@ -4,13 +4,13 @@
 
 namespace penstock::comm {
 
-// Timeout for a wait that only an event ends. It never expires in practice.
+// Timeout for a wait that should end only by an event. In practice the timeout never expires.
 inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 // Minimum timeout of the first exchange. Ranks arrive at different times, because imports and
 // connections do not take equally long on all of them.
 inline constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
-// How long a failed rank waits before it ends exchanges. By then, messages in flight have arrived,
-// and exchanges in which all peers take part have finished.
+// The time that a failed rank waits before it ends exchanges. In this time, messages in flight
+// arrive, and exchanges in which all peers take part finish.
 inline constexpr std::chrono::milliseconds kInFlight = std::chrono::seconds(1);
 
 }  // namespace penstock::comm

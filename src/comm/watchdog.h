@@ -15,7 +15,7 @@ namespace penstock::comm {
 
 // Owned by a group. A transport's wait cannot be interrupted for a warning: gloo drops a connection
 // when a wait on it times out. So a thread checks the board once per `warn`, and again when a wait
-// that it saw becomes due.
+// on the board becomes due.
 class Watchdog {
  public:
   // Both are called on the watchdog's thread.

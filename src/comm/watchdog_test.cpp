@@ -36,7 +36,7 @@ TEST(Watchdog, SaysOnceWhichWaitIsLong) {
                    0),
         0U)
         << line;
-    // The wait of the other lane prints a second line. By then the first lane has been checked
+    // The wait of the reduce lane prints a second line. By then the first lane has been checked
     // again.
     const Waiting other(&watch.board(), reduce, {7, 3, 98}, "move u1 grad");
     while (lines < 2) std::this_thread::yield();

@@ -3,13 +3,13 @@
 // generic interfaces are used, so nothing here depends on the accelerator's kind.
 //
 // [Note: Order on a device] Work that a thread queues goes to the thread's current stream. Device
-// memory, and pinned memory used by device copies, is freed in the order of the stream that is
-// current when it is freed. The thread that frees it must first make that stream wait for all other
-// users (Fence::wait).
+// memory, and pinned memory used by device copies, is freed in stream order: the order of the
+// stream that is current at the free. The thread that frees the memory must first make that stream
+// wait for all other users (Fence::wait).
 //
-// [Note: Contexts] A thread begins on device 0. If it records or frees an event of another device,
-// it switches there and back, which makes a context on device 0, too (0.5 GB on a GPU). So every
-// thread that works with events first makes the events' device its current device.
+// [Note: Contexts] A thread begins on device 0. To record or free an event of another device, the
+// thread switches to that device and back, which also makes a context on device 0 (0.5 GB on a
+// GPU). So every thread that works with events first makes the events' device its current device.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
@@ -25,8 +25,8 @@
 
 namespace penstock::device {
 
-// Usable from any thread. Functions that work on the host as well check is_host(); the others are
-// for accelerators only.
+// Usable from any thread. Functions that check is_host() also work for the host; all others are for
+// accelerators only.
 class Device {
  public:
   explicit Device(c10::Device where);

@@ -1,6 +1,6 @@
 #pragma once
-// Fence: a point at which work of a lane is done. Only fences order lanes against each other, and
-// against the threads that submit work to them.
+// Fence: a point at which work of a lane is done. Only fences set an order between lanes, and
+// between a lane and the threads that submit work to it.
 #include <c10/core/Event.h>
 
 #include <condition_variable>
@@ -21,10 +21,10 @@ namespace penstock::device {
 // host's half (the lane has queued the work) and the device's half (the work is done).
 class Fence {
  public:
-  // Makes this thread's later work come after the fence: the host waits for the host's half, and
-  // this thread's stream waits for the device's half. Throws the error of the lane's work.
+  // Orders this thread's later work after the fence: the host waits for the host's half, and this
+  // thread's stream waits for the device's half. Throws the error of the lane's work.
   void wait() const;
-  // Like wait(), but in addition waits until data written to host memory has arrived.
+  // Like wait(), and also waits until data written to host memory has arrived.
   void wait_on_host() const;
   // Like wait_on_host(), but ignores errors of the work.
   void settle() const;

@@ -92,8 +92,8 @@ HWY_INLINE void take_vector(Dst* dst, const Src* src) {
   simd::store_fp32<false>(d, value, dst);
 }
 
-// The last, incomplete vector is padded in two local arrays, so that the same code computes it and
-// gives the same bits.
+// The last vector is incomplete. It is padded in two local arrays, so that the same code computes
+// it and gives the same bits.
 template <bool kAccumulate, class Dst, class Src>
 HWY_NOINLINE void take_values(Dst* dst, const Src* src, int64_t numel) {
   constexpr size_t kLanes = hn::MaxLanes(F32());

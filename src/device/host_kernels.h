@@ -20,13 +20,13 @@ int64_t first_nonfinite(const void* values, Dtype dtype, int64_t numel);
 void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t numel,
           bool accumulate);
 
-// take() that also returns whether every value of `src` is finite, in one pass. dst is written in
+// Like take(), and returns whether every value of `src` is finite. Makes one pass. Writes `dst` in
 // either case.
 [[nodiscard]] bool take_checked(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype,
                                 int64_t numel, bool accumulate);
 
 // A value was edited if it differs from the rounded value of `kept`. Copies edited values to
-// `kept`; all other elements of `kept` keep their lower bits.
+// `kept`. All other elements of `kept` do not change, so they keep their lower bits.
 void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel);
 // Returns the index of the first edited value, or -1.
 [[nodiscard]] int64_t first_edit(const void* kept, Dtype kept_dtype, const void* values,

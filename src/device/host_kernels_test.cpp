@@ -144,8 +144,8 @@ void check_nan() {
 
 TEST(Take, NanStaysNan) { check_nan(); }
 
-// The other tests run on the best instruction set of this machine; these run on each one that it
-// has.
+// All tests above run on the best instruction set of this machine; the tests below run on each of
+// its sets.
 class TargetTest : public OnTarget<testing::TestWithParam<int64_t>> {};
 
 TEST_P(TargetTest, CastsAreThoseOfTorch) {

@@ -21,8 +21,8 @@ void zero(Address at, int64_t bytes);
 // Blocks if values of a device are added to host memory.
 void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
           bool accumulate);
-// take() that also returns whether every value of `from` is finite. Only the host computes this; on
-// a device, take_checked() always returns true.
+// Like take(), and returns whether every value of `from` is finite. Only the host checks the
+// values; on a device, take_checked() always returns true.
 [[nodiscard]] bool take_checked(Address to, Dtype to_dtype, Address from, Dtype from_dtype,
                                 int64_t numel, bool accumulate);
 
@@ -48,8 +48,8 @@ at::Tensor exact_squares_on_device(Address values, Dtype dtype, int64_t numel);
 // or 0, in double.
 at::Tensor edited_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
                             int64_t numel);
-// Returns two int64 numbers on the device that change if the bytes change. They miss only edits
-// that keep the sum of every column and of every row of 512 bytes. `bytes` is a multiple of 512.
+// Returns two int64 numbers on the device that change if the bytes change. Only an edit that keeps
+// the sum of every column and of every row of 512 bytes is missed. `bytes` is a multiple of 512.
 at::Tensor fingerprint(Address values, int64_t bytes);
 // Returns how many numbers differ between two fingerprints, as a scalar in double.
 at::Tensor differ(const at::Tensor& one, const at::Tensor& other);

@@ -89,7 +89,7 @@ void Lane::run(Task& task) {
       error_ = std::current_exception();
     }
   }
-  task.work = nullptr;  // frees the objects that the work held before the fence is set
+  task.work = nullptr;  // frees the objects of the work before the fence is set
   if (stream_) {
     try {
       c10::Event queued(device_.where().type());

@@ -1,6 +1,6 @@
 #pragma once
-// Lane: one queue of work that runs in order. Only fences order lanes against each other, and
-// against their callers.
+// Lane: one queue of work that runs in order. Only fences set an order between lanes, and between a
+// lane and its callers.
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -15,13 +15,13 @@
 namespace penstock::device {
 
 // How a lane's work uses the host. kThread: the work computes, or waits for peers or a disk, in the
-// lane's own thread. kQueued: the work is only queued on the device, by submit() itself.
+// lane's own thread. kQueued: submit() itself queues the work on the device.
 enum class LaneKind : uint8_t { kThread, kQueued };
 
 // Only the owner's thread calls submit(). After an error the lane runs nothing more, and every
-// later fence carries that first error. The destructor waits for the work in progress and drops the
-// rest. On a device a lane has a stream, which is current while the lane works. The lane's work
-// comes after everything that the submitting thread had queued before submit().
+// later fence carries that first error. The destructor waits for the work in progress and drops
+// queued work. On a device a lane has a stream, which is current while the lane works. The lane's
+// work comes after everything that the submitting thread had queued before submit().
 class Lane {
  public:
   explicit Lane(const std::string& name) : Lane(name, Device::host(), LaneKind::kThread) {}
@@ -36,8 +36,8 @@ class Lane {
   void record(std::shared_ptr<trace::Recorder> recorder, const std::string& row);
 
   Fence submit(std::function<void()> work);
-  // Waits for the work in progress, drops the rest and ends the thread, as the destructor does. The
-  // fences of later work carry an error.
+  // Waits for the work in progress, drops queued work and ends the thread, as the destructor does.
+  // The fences of later work carry an error.
   void close();
 
  private:

@@ -10,7 +10,7 @@ namespace penstock::device::host {
 
 inline constexpr int64_t kBlock = 16 * 1024;  // values
 inline constexpr int64_t kSerialBelow =
-    2 * kBlock;  // below this, starting threads costs more than the work
+    2 * kBlock;  // for fewer values, starting threads costs more than the work
 
 // Calls run(begin, end) for parts that cover [0, numel). Each part begins at a multiple of kBlock.
 template <class Run>

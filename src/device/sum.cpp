@@ -27,8 +27,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::ScalableTag<float>;
 
 // Values per tile. The tile of sums stays in the first-level cache, so every source is read once.
-// The written values stay in the cache until they are squared; larger tiles leave no room for them
-// in 32 KiB.
+// The written values also stay there until they are squared; with larger tiles, 32 KiB would be too
+// small for both.
 constexpr int64_t kTile = 512;
 constexpr int64_t kBlock = simd::kSquaresBlock;
 

@@ -26,11 +26,11 @@ struct Sum {
 // device the work is queued on this thread's stream.
 void sum_chunks(const Sum& sum);
 
-// Host only. Like sum_chunks(), but returns the sum of squares of the written values, computed in
-// the same pass. It has the bits of host::sum_squares(dst), so it is finite if and only if all
-// values are finite ([Note: Squares]). The sum of squares starts from `before`. Calls for
-// consecutive parts give the same bits as one call for all of them if each part except the last is
-// a multiple of 16 * 1024 values.
+// Host only. Like sum_chunks(), but in the same pass also computes the sum of squares of the
+// written values, and returns it. The result has the bits of host::sum_squares(dst), so it is
+// finite if and only if all values are finite ([Note: Squares]). The sum of squares starts from
+// `before`. A range may be summed in consecutive parts: if each part except the last is a multiple
+// of 16 * 1024 values, the bits are those of one call for the whole range.
 double sum_chunks_and_squares(const Sum& sum, double before = 0.0);
 
 }  // namespace penstock::device

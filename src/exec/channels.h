@@ -2,8 +2,8 @@
 // Channels: the communication channels of a rank's lanes.
 //
 // [Note: Channels of a pipeline] The ranks of a channel make the same collectives on it in the same
-// order. Stages hold different flats, so a stage makes collectives that the other stages do not
-// make. Such collectives need their own channels: one for the ranks of a stage, one for the ranks
+// order. Stages hold different flats, so a stage makes collectives that other stages do not make.
+// Such collectives run on three kinds of channel: one for the ranks of a stage, one for the ranks
 // of a pipeline, and one for each set of stages that share tied weights. All other collectives run
 // on the channels of all ranks.
 #include <map>

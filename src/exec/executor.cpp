@@ -100,7 +100,7 @@ void Executor::run(const PlannedStep& planned) {
   }
 }
 
-// Calls the function for the role of the move's copies.
+// Each role has its own function for moves.
 void Executor::move(const PlannedStep& planned) {
   switch (planned.step.role) {
     case Role::kParam:

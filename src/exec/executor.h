@@ -1,6 +1,6 @@
 #pragma once
-// Executor: the interpreter of the plan. It reads a plan line (which copies move, and how) and the
-// table's cells. It does not depend on strategies. One function per kind of move (walk.h) moves
+// Executor: the interpreter of the plan. It reads plan lines (which copies move, and how) and the
+// table's cells, and does not depend on strategies. One function per kind of move (walk.h) moves
 // data from copy to copy. A move between host memory and disk makes no extra copy in memory.
 //
 // Used only by the model's thread (by autograd's thread while a backward runs). The executor
@@ -54,8 +54,8 @@ class Executor {
   // [all ranks] Copies rank 0's bytes to every rank.
   void broadcast(const std::string& label, void* data, int64_t bytes);
   // Begins a training step. The gather and reduce lanes must be idle, because the step is part of
-  // every tag. The update lane switches to the new step after the work that is already queued on
-  // it.
+  // every tag. The update lane first finishes the work that is already queued, and then switches to
+  // the new step.
   void set_step(int64_t step);
   // Returns the number of exchanges with peers in the last complete step.
   int64_t exchanges() const { return exchanges_; }

@@ -21,15 +21,16 @@ namespace {
 
 constexpr int64_t kAlignBytes = 64;  // alignment of each parameter, for vector loads
 constexpr int64_t kShardBytes = 512;
-// A fingerprint covers kRuns runs of kRun values, because one memory access loads several values.
+// A fingerprint covers kRuns groups of kRun neighbouring values, because one memory access loads
+// several values.
 constexpr int64_t kRuns = 32, kRun = 8;
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Hashes runs of values at equal distances; `turn` chooses the first run. Returns 0 if the values
-// are on a device, where a read would block.
+// Hashes groups of neighbouring values at equal distances; `turn` chooses the first group. Returns
+// 0 if the values are on a device, where a read would block.
 uint64_t print_of(const Slot& slot, int64_t element_bytes, int64_t turn) {
   c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
   if (!storage->device().is_cpu() || slot.numel == 0) return 0;

@@ -48,17 +48,17 @@ struct Slot {
   // ranks])
   uint64_t given = 0;
   uint64_t print = 0;    // fingerprint of sampled values of its window; 0: none, as on a device
-  bool arrived = false;  // its gradient arrived in this backward
-  bool touched = false;  // it got a gradient in this window (after the norm: on any rank)
+  bool arrived = false;  // the gradient arrived in this backward
+  bool touched = false;  // the slot got a gradient in this window (after the norm: on any rank)
   bool had = false;      // a gradient came since zero_grad(); in torch, .grad would not be None
-  bool written = false;  // its contribution is in the copy that backwards add to
+  bool written = false;  // the copy that backwards add to contains its contribution
   bool shown = false;    // inside gathered() the parameter is the full tensor (WholeParams)
   bool bad = false;      // a contribution of this rank to this window was not finite
   std::string guard;     // error text for a read while the parameter is freed
 };
 
-// A range of the elements of a flat that this rank updates, and its optimizer state. A flat has one
-// range, or several that the plan streams from disk one after another.
+// A range of a flat's elements, with its optimizer state. This rank updates the range. A flat has
+// one range, or has several ranges that the plan streams from disk one after another.
 struct ChunkState {
   int64_t begin = 0, numel = 0;
   // Copies of the optimizer state, the resting copy first. Buffers: the fp32 master (empty if the
@@ -88,9 +88,9 @@ class Flat {
   void point(Slot& slot, device::Address base);
   // Takes a new fingerprint (Slot::print) of a parameter whose window the engine wrote to.
   void renew_print(Slot& slot);
-  // Returns whether a sampled value of the window has changed since the fingerprint was taken,
-  // which means that users wrote to the parameter. A comparison with the resting shard would see
-  // only this rank's part.
+  // Returns whether users wrote to the parameter: whether a sampled value of the window has changed
+  // since the fingerprint was taken. A comparison with the resting shard would see only this rank's
+  // part.
   bool print_differs(const Slot& slot) const;
   // Gives the slot's window its own memory with a copy of the values, for tensors that still use
   // this storage.
@@ -129,7 +129,8 @@ class Flat {
 
   std::vector<Copy> params;  // the resting copy first
   std::vector<Copy> grads;   // a copy on disk comes first and keeps its place
-  int summed = 1;            // number of ranks that a `sum` line has added up for the next update
+  int summed = 1;            // number of ranks whose gradients a `sum` line added up for the next
+                             // update
   int64_t summed_since = 0;  // number of the backward that opened the sum
   double squares = kUncounted;     // sum of squares of this rank's part of the held gradient
   at::Tensor squares_there;        // the same as a scalar on the device

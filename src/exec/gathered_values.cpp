@@ -117,8 +117,8 @@ at::Tensor GatheredValues::resting(int unit, int index) {
   return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
 }
 
-// Gathers a sum that backwards may still add to. Only slots with a contribution are read, because
-// the gaps are not zeroed yet.
+// Gathers a sum to which backwards may still add. The gaps are not zeroed yet, so only slots with a
+// contribution are read.
 at::Tensor GatheredValues::open_sum(const Flat& flat, const Copy* sum, const std::string& label) {
   const at::Tensor own = zeros32(flat.numel);
   for (const Slot& slot : flat.slots) {
@@ -213,8 +213,7 @@ at::Tensor GatheredValues::across_stages(const Flat& flat, const at::Tensor& own
   if (static_cast<int>(flat.owners.size()) == stages.size() || flat.owners.empty()) return own;
   const bool first = rank_.is_first_owner(flat);
   const at::Tensor values = first ? own.to(at::kFloat).contiguous() : zeros32(flat.numel);
-  // The broadcast starts at the first rank of the list, which is the rank of the first stage that
-  // has the flat.
+  // The first rank of the list sends. It is the rank of the first stage that has the flat.
   Members ranks{{stages.ranks.at(static_cast<size_t>(flat.owners.front()))}, 0};
   for (int stage = 0; stage < stages.size(); ++stage) {
     if (stage == flat.owners.front()) continue;

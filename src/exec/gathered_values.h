@@ -1,9 +1,9 @@
 #pragma once
 // GatheredValues: reads and writes full tensors of parameters and gradients, wherever their copies
 // are. Most methods are collectives outside the plan, and every rank must call them in the same
-// order. Used only by the model's thread. Values that go in and out are in host memory. [stage],
-// [pipeline] and [tensor ranks] mark collectives of the ranks of this stage, pipeline or tensor
-// group.
+// order. Used only by the model's thread. The values that callers pass and receive are in host
+// memory. [stage], [pipeline] and [tensor ranks] mark collectives of the ranks of this stage,
+// pipeline or tensor group.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -20,8 +20,9 @@ class GatheredValues {
       : rank_(rank), gradients_(gradients), updates_(updates) {}
 
   // [stage] Gathers the flat's masters (or the resting parameters of a frozen flat) into `room`, on
-  // every rank or on the first data rank. On these ranks `room` must have space for numel fp32
-  // elements, on other ranks for the rank's part. Returns the dtype of the gathered values.
+  // every rank or on the first data rank. On these ranks, `room` must have space for numel fp32
+  // elements. On other ranks, it must have space for the rank's part. Returns the dtype of the
+  // gathered values.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);
   at::Tensor resting(int unit, int flat);   // [stage] the resting parameters, in fp32
   void renew() { rank_.channels.renew(); }  // must follow Group::renew()
@@ -41,8 +42,8 @@ class GatheredValues {
   at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
   // Returns the ranges of the flat's elements of which this rank keeps parameters or masters.
   std::vector<std::pair<int64_t, int64_t>> kept(const Flat& flat) const;
-  // [stage] Stores `full` (fp32; has rank 0's values wherever this rank keeps elements) as resting
-  // parameters and masters, and zeroes the moments.
+  // [stage] Stores `full` as resting parameters and masters, and zeroes the moments. `full` is
+  // fp32; wherever this rank keeps elements, it has rank 0's values.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
   // [stage] Stores this rank's part of new fp32 masters, cut as in `place`, and writes the resting
   // parameters from them (cast and gathered).
@@ -56,12 +57,12 @@ class GatheredValues {
   void show(Flat& flat);
   // [stage] Copies the first rank's edited full parameters to every copy on every rank.
   void refresh(int unit);
-  // [stage] `values` [flat.numel]: fp32, of the first rank; NaN: no value. A master that rounds to
-  // the same parameter as its value becomes this value.
+  // [stage] `values` [flat.numel]: fp32 values of the first rank; NaN means no value. If a master
+  // and its value round to the same parameter, the master is set to the value.
   void refine(Flat& flat, const at::Tensor& values, const std::string& label);
-  // Returns the first parameter whose gathered values differ from this rank's resting shard, which
-  // means that users wrote to it. Returns "" if there is none. Not collective. On a device the call
-  // does not read the result: it adds the count to Rank::doubts, and the norm throws the error.
+  // Returns the first parameter that users wrote to: its gathered values differ from this rank's
+  // resting shard. Returns "" if there is none. Not collective. On a device the call does not read
+  // the result: it adds the count to Rank::doubts, and the norm throws the error.
   std::string edited(int unit);
   // Reads Rank::doubts, which blocks until the device is done. Returns the first edited parameter.
   std::string resolve_doubts();

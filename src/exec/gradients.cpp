@@ -36,16 +36,16 @@ Copy& Gradients::sum_of(Flat& flat) {
   for (Slot& slot : flat.slots) slot.written = false;
   flat.summed_since = backward_;
   Copy& opened = rank_.open(flat.grads, made, flat, mem::Account::kGrad);
-  // On a device, one pass that zeroes the buffer is faster than one per gap between parameters, so
-  // complete() has nothing to zero.
+  // On a device, it is faster to zero the whole buffer in one pass here than each gap between
+  // parameters. So complete() has nothing to zero.
   const Buffer& buffer = opened.one();
   if (buffer.data().device != nullptr) device::zero(buffer.data(), buffer.bytes());
   return opened;
 }
 
-// Sums over several backwards are fp32. If the table planned for one backward, its low-precision
-// gradient is widened when another backward adds to it. A gradient on disk keeps its dtype, because
-// its extent has a fixed size.
+// Sums over several backwards are fp32. If the table was made for one backward, the low-precision
+// gradient is widened when a second backward adds to it. A gradient on disk keeps its dtype,
+// because its extent has a fixed size.
 void Gradients::widen(Copy& copy) {
   Buffer& sum = copy.one();
   if (sum.dtype == Dtype::kFp32 || sum.on_disk()) return;
@@ -90,9 +90,9 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   return finite;
 }
 
-// Returns the placement that a move starts from. Moves do not name this placement. The book of
-// copies is ambiguous for a late gradient, because an earlier gradient of the unit has already made
-// the same move. So the placement is taken from the table's cells.
+// Returns the placement from which a move starts, since moves do not name it. The book of copies is
+// ambiguous for a late gradient, because an earlier gradient of the unit has already made the same
+// move. So the table's cells give the placement.
 Placement Gradients::begin_of(const std::vector<Move>& moves) const {
   const Placement& made = rank_.table.grad_after_backward();
   const Placement& held = rank_.cell(Role::kGrad, Phase::kHold);
@@ -172,8 +172,8 @@ void Gradients::sum(const PlannedStep& planned) {
       const bool sums = across ? flat.owners.size() > 1 : flat.tensor == TensorCut::kPartial;
       if (!flat.trainable || !sums) continue;
       flat.grads.reserve(flat.grads.size() + 1);
-      // A copy on disk already has the sum of earlier backwards. The sum of this backward is added
-      // to it later.
+      // A copy on disk already has the sum of earlier backwards, and the sum of this backward is
+      // added to it later.
       Copy* copy = rank_.grads_on_disk ? &sum_of(flat) : held(flat);
       // If this rank has no contribution, it takes part in the sum with zeros.
       if (copy == nullptr) copy = &zeros_at(rank_.cell(Role::kGrad, Phase::kUpdate), flat);
@@ -374,8 +374,8 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   }
   const bool made = copy->place == rank_.table.grad_after_backward();
   slot.written |= made;
-  // The values will be added up over tensor ranks and over the stages that have the flat, so each
-  // rank gets an equal addend.
+  // The values will be added up over the tensor ranks and over the stages that have the flat. So
+  // each of these ranks gets an equal addend.
   const bool open = flat.tensor == TensorCut::kPartial && (made || !rank_.grads_on_disk);
   const int addends = (open ? rank_.groups.tensor().size() : 1) *
                       std::max<int>(1, static_cast<int>(flat.owners.size()));

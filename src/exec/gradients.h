@@ -14,7 +14,7 @@
 
 namespace penstock::exec {
 
-// Collective over `ranks`. Replaces, in place, each rank's addends by the sums over these ranks.
+// Collective over `ranks`. Overwrites each rank's addends with the sums over these ranks.
 void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
             int64_t numel, const comm::Label& label);
 
@@ -22,24 +22,24 @@ class Gradients {
  public:
   Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
-  // Waits for the writes of the last update, which overlap the forward, so that backward can use
-  // their memory.
+  // Waits for the last update's writes to disk, so that backward can use their memory. These writes
+  // may overlap the forward.
   void begin_backward() {
     ++backward_;
     rank_.traffic.settle();
   }
   // Adds one parameter's gradient to the copy that each backward writes to. Returns false if the
-  // gradient is not finite. On a device it always returns true, and the norm finds such a gradient
-  // later.
+  // gradient is not finite. On a device, take() always returns true, and the norm finds such a
+  // gradient later.
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
-  // Runs a gradient move. `late`: the move runs again for gradients that came after it. Units
-  // without a late gradient add zeros.
+  // Runs a gradient move. `late`: the move runs again, for gradients that came after its first run.
+  // Units without a late gradient add zeros.
   void run(const PlannedStep& planned, bool late = false);
   // Runs a move of the update section: reads one chunk of the gradient from disk.
   void fetch(const PlannedStep& planned);
   // Runs a `sum` line: adds up partial flats over tensor ranks, or tied flats over stages.
   void sum(const PlannedStep& planned);
-  // Undoes sum() if no update follows, so that the next backward can add to the gradients.
+  // Undoes sum() if no update follows it, so that the next backward can add to the gradients.
   void reopen();
   void finish();  // blocks until every move is done
   // Returns the fence of the last submitted move. The lane is ordered, so this fence covers all
@@ -62,16 +62,17 @@ class Gradients {
   void forget(Flat& flat, Slot& slot);
   // Returns the copy that holds the gradient now, or null.
   Copy* held(Flat& flat) const;
-  // Ends each sum that no later backward will add to: zeroes the elements without a contribution,
+  // Completes each sum to which no later backward adds. Zeroes the elements without a contribution,
   // and creates a sum of zeros for parameters whose gradients are only zeros.
   void complete();
-  // Returns the sum of squares of the part that only this rank counts. Each replica of a gradient
-  // counts an equal piece, so every layout adds up the same pieces in the same order. A sum on a
-  // device is not included, but appended to `there` as a device scalar.
+  // Returns the sum of squares of the part that this rank counts and no other rank does. Each
+  // replica of a gradient counts an equal piece, so every layout adds up the same pieces in the
+  // same order. A sum on a device is not in the result: it is appended to `there` as a device
+  // scalar.
   double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
-  // Like own_squares(), for a sum of squares on a device that is not finite in fp32: computes the
-  // sum again in double. Blocks until the device is done. Returns infinity if the gradient has left
-  // memory.
+  // Must be called if a sum of squares on a device is not finite in fp32. Computes the sum of
+  // own_squares() again in double. Blocks until the device is done. Returns infinity if the
+  // gradient has left memory.
   double exact_squares(Flat& flat);
 
  private:

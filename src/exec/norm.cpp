@@ -103,8 +103,8 @@ Norm::Own Norm::look(const Update& update) {
   return own;
 }
 
-// Returns the lanes' histories up to the previous norm. To read the current histories, this thread
-// would have to wait for work that the lanes still do.
+// Returns the lanes' histories up to the previous norm. For the current histories, this thread
+// would have to wait for the work of the lanes.
 std::array<uint64_t, 2> Norm::history() {
   std::array<uint64_t, 2> seen{};
   if (!rank_.on_accelerator() || !rank_.group.device_groups()) return seen;
@@ -124,8 +124,8 @@ std::array<uint64_t, 2> Norm::history() {
   return seen;
 }
 
-// The first part of the payload. Flags follow, one per parameter of all stages (so that the length
-// is the same on every rank), and the text of say().
+// The first part of the payload. Then come flags, one for each parameter of all stages, so that the
+// length is the same on every rank. The text of say() comes last.
 struct Norm::Head {
   double squares = 0.0;
   ReplicaEdits::Facts edits;

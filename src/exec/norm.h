@@ -72,18 +72,19 @@ class Norm {
   // [all ranks] Marks the parameters that got a gradient on any rank. All gradient moves must have
   // been submitted. Throws RuntimeFault on all ranks if users wrote to gathered parameters, if
   // parameters differ between ranks ([Note: Edits on some ranks]), or if ranks made different
-  // device collectives before the previous norm. (Collectives through the host are compared one by
-  // one.)
+  // device collectives before the previous norm. Collectives through the host are compared one by
+  // one.
   Result exchange(const comm::Label& label, const Update& update);
 
   // The label of the exchange in every plan.
   static constexpr const char* kLabel = "norm ()";
-  // Returns the payload that a rank exchanges instead of the norm's payload if a forward or
-  // backward, and not a step, follows the window's last backward. `said`: as from say().
+  // Returns a payload for a rank that runs a forward or a backward after the window's last
+  // backward, although a step should follow. The rank exchanges it instead of the norm's payload.
+  // `said`: as from say().
   static std::string going_on(const std::vector<UnitState>& units, Next next,
                               const std::string& said);
-  // Takes such payloads of all ranks, by rank. Throws a RuntimeFault on all ranks if the ranks do
-  // not go on in the same way, so that none waits for the others until a timeout.
+  // Takes such payloads of all ranks, by rank. If the ranks do not all go on in the same way,
+  // throws a RuntimeFault on all of them, so that no rank waits until a timeout.
   static void compare(const std::vector<std::string>& payloads);
 
  private:
@@ -104,7 +105,7 @@ class Norm {
   bool stay_on_device() const;  // whether gradients never leave the device
   std::array<uint64_t, 2> history();
 
-  // Hash of the device collectives that a lane has made when it reaches this point.
+  // Hash of the device collectives that a lane made up to one point in its queue.
   struct Made {
     uint64_t history = 0;
     device::Fence seen;

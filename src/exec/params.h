@@ -3,8 +3,8 @@
 // use.
 //
 // Used only by the model's thread. Moves to the placement for computing run on the gather lane.
-// Moves away from that placement run at once on the calling thread, so that the memory is free on
-// return.
+// Moves away from that placement run on the calling thread, so the memory is free when the call
+// returns.
 #include <string>
 #include <vector>
 
@@ -24,7 +24,7 @@ class Params {
   // sets the windows.
   void require(int unit);
   void drop(int unit);         // returns to rest: frees the working copy and moves nothing
-  bool whole(int unit) const;  // whether it is gathered or its gather is in progress
+  bool whole(int unit) const;  // whether the unit is gathered or its gather is in progress
   // Returns whether the moves lead away from the placement for computing.
   bool leaves(const std::vector<Move>& moves) const;
 

@@ -26,8 +26,8 @@ struct PlannedStep {
   bool writes_back = false;  // update: the optimizer's pass is also the first pass of the publish
 };
 
-// A check for lost user edits whose result is not read yet. `edits`: a device scalar that the norm
-// reads. It is the number of values of the flat that differ from the resting shard.
+// A check for lost user edits. Its result is not read yet. `edits`: the number of values of the
+// flat that differ from the resting shard, as a device scalar that the norm reads.
 struct Doubt {
   const Flat* flat = nullptr;
   at::Tensor edits;
@@ -36,8 +36,8 @@ struct Doubt {
 // The lanes for gathers, reductions and updates. Each lane is ordered, but only fences order work
 // between lanes.
 struct Lanes {
-  // A lane that only queues device work has no thread. This is the case if all tiers of the lane's
-  // role are on the device and the group does not exchange host memory.
+  // A lane has no thread if it only queues device work: all tiers of the lane's role are on the
+  // device, and the group does not exchange host memory.
   Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host);
 
   // Must be called before the first work is submitted.
@@ -72,15 +72,15 @@ struct Rank {
   int64_t begin_of(const Placement& place, const Flat& flat) const {
     return shard_index(place, mesh, group.rank()) * numel_of(place, flat);
   }
-  // Returns whether users can edit the resting parameters without changing the masters. They can if
-  // forward and backward use the resting copy and the masters are in separate buffers. The update
-  // copies such edits to the masters.
+  // Returns whether a user's edit can change the resting parameters and leave the masters
+  // unchanged. This is possible if forward and backward use the resting copy and the masters are in
+  // separate buffers. The update copies such edits to the masters.
   bool users_write(const Flat& flat) const {
     return flat.trainable && flat.rest().place == whole() &&
            has_master[static_cast<size_t>(flat.dtype)];
   }
-  // Returns whether the update would copy parameters from a device to the host to find such edits.
-  // If so, fingerprints (Flat::left) first show whether there is an edit.
+  // Returns whether a search for such edits copies parameters from a device to the host. If so, the
+  // update searches only if fingerprints (Flat::left) show an edit.
   bool edits_cross(const Flat& flat) const {
     return users_write(flat) && flat.rest().one().data().device != nullptr &&
            cell(Role::kOptim, Phase::kUpdate).tier != Tier::kDevice;
@@ -88,7 +88,7 @@ struct Rank {
   Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
     return {route(from, moves, mesh, group.rank(), consumes), mesh, groups, tiers};
   }
-  // Makes a walk from host memory to host memory, whatever the tiers of the placements are.
+  // Makes a walk from host memory to host memory. The tiers of the placements are ignored.
   Walk walk_on_host(const Placement& from, const std::vector<Move>& moves) {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
@@ -109,14 +109,14 @@ struct Rank {
   const Members& owners_of(const Flat& flat) const {
     return flat.tensor == TensorCut::kCut ? groups.data() : groups.stage();
   }
-  // Both functions make the copies that a flat keeps for the whole run: resting copies without
-  // memory, and their extents on disk.
+  // Both functions make the copies that a flat keeps for the whole run. They make resting copies
+  // without memory, and the extents of these copies on disk.
   void claim_params(Flat& flat);
   void claim_state(Flat& flat, int num_chunks, int num_moments);
   // Makes a buffer of the flat under `place`, without memory.
   Buffer buffer_at(const Placement& place, const Flat& flat) const;
-  // Returns the copy under `place`, made if needed, with memory and marked valid. The caller writes
-  // its values.
+  // Returns the copy under `place`, and makes it if there is none. The copy has memory and is
+  // marked as valid. The caller must write its values.
   Copy& open(std::vector<Copy>& copies, const Placement& place, const Flat& flat,
              mem::Account account);
 

@@ -132,7 +132,8 @@ at::Tensor ReplicaEdits::sample() {
 
 // ---- the comparison
 
-// Returns whether two ranks hold the same parameters. If `cut`, also of those that are cut.
+// Returns whether two ranks hold the same parameters. If `cut` is set, they must also hold the same
+// parts of cut parameters.
 bool ReplicaEdits::alike(int rank, int other, bool cut) const {
   return std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
     const bool parts = row.axis == Axis::kPipeline || row.axis == Axis::kExpert ||
@@ -163,8 +164,9 @@ void ReplicaEdits::settle() {
   ++turn_;
 }
 
-// Returns one character per parameter of all stages: '1' if this rank edited the parameter, or if
-// samples differ and the parameter was sampled, because samples do not name the edited parameter.
+// Returns one character per parameter of all stages. It is '1' if this rank edited the parameter.
+// If samples differ, it is '1' for every sampled parameter, because samples do not name the edited
+// one.
 std::string ReplicaEdits::suspects(bool counted, bool sampled) const {
   std::string mine(static_cast<size_t>(rank_.num_slots), '0');
   for (size_t i = 0; i < places_.size(); ++i) {

@@ -3,25 +3,26 @@
 // thread.
 //
 // [Note: Edits on some ranks] Ranks that hold the same parameter must hold the same values. The
-// exchange of the norm carries two numbers for this, so it costs no collective of its own:
+// exchange of the norm carries two numbers for this purpose, so the check needs no extra
+// collective:
 //
 //   counted  a hash of the edits that the engine has seen since the last agreement: torch's version
-//            counters, and the values of parameters that got other memory. It sees every such edit
+//            counters, and the values of parameters that got other memory. It shows every such edit
 //            in the next step.
 //   sample   a hash of at most kSamples values of each parameter that rests whole; every
-//            kStepsPerSample steps it takes other values. It sees writes to `.data`, which torch
-//            does not count: an edit of a whole parameter in the next step, an edit of few values
-//            only if they are in the sample. In `zero1` and `zero2` the update replaces the values
-//            of an edit, so later samples do not see it.
+//            kStepsPerSample steps it takes other values. It also shows writes to `.data`, which
+//            torch does not count. The next step shows an edit of a whole parameter; a smaller edit
+//            shows only if the sample has one of its values. In `zero1` and `zero2` the update
+//            replaces edited values, so later samples do not show the edit.
 //
-// If ranks differ in either number, they tell each other which parameters may differ, and exchange
-// hashes of these parameters' full values. Equal values are no error: rank 0 may swap weights for
-// an evaluation and put them back. A rank lacks the full values of a sharded parameter, so ranks
-// then compare the values that users assigned.
+// If ranks differ in one of the numbers, they exchange a list of the parameters that may differ,
+// and hashes of these parameters' full values. Equal values are no error: rank 0 may swap weights
+// for an evaluation and put them back. A rank does not have the full values of a sharded parameter,
+// so for such a parameter the ranks compare the values that users assigned.
 //
 // If each rank computes every update itself (`optim.update` is replicated, as in `ddp`), different
-// processors may round differently. Values that differ by rounding are then no error either, and
-// end the sampling.
+// processors may round differently. Then a difference by rounding is no error either, but it ends
+// the sampling.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -44,8 +45,8 @@ class ReplicaEdits {
     uint64_t counted = 0;
     double sample = 0.0;  // a whole number
   };
-  // Returns this rank's facts. A sample on a device is not included, but appended to `there` as a
-  // scalar in double.
+  // Returns this rank's facts. A sample on a device is not in the result: it is appended to `there`
+  // as a scalar in double.
   Facts look(std::vector<at::Tensor>* there);
   // [all ranks] Takes the facts of all ranks, by rank. If ranks hold different values, all ranks
   // throw a RuntimeFault that names the parameter and the ranks.

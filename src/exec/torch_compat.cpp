@@ -9,8 +9,8 @@ namespace penstock::exec {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
 
 // torch 2.11 can set the flag but has no function that clears it. An explicit template
-// instantiation may name private members, so the one below gives access to two of them. It does not
-// compile if torch renames these members.
+// instantiation may name private members. The one below gives access to two such members; it does
+// not compile if torch renames them.
 namespace {
 
 template <auto kFlag, auto kRefresh>

@@ -18,8 +18,8 @@ namespace penstock::exec {
 
 namespace {
 
-// Returns whether the move copies no bytes: a move between disk and host memory hands the buffer's
-// memory to the other copy.
+// Returns whether the move copies no bytes. A move between disk and host memory copies none: it
+// hands over the buffer's memory to the new copy.
 bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   if (moves.size() != 1 || moves[0].kind != MoveKind::kCopy) return false;
   const Tier other = moves[0].from == Tier::kDisk ? moves[0].to : moves[0].from;
@@ -41,8 +41,8 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
 
 // Compares the gradients of parameters that all tensor ranks hold whole. The gradients are equal
 // unless a rule is missing and each rank has only an addend. Each slot is compared once, in the
-// first step in which it has a nonzero gradient. In step one, the gradient is zero in a layer whose
-// output goes to a layer that is initialized to zero.
+// first step in which it has a nonzero gradient. This may be later than step one: the gradient of a
+// layer is zero if the next layer is initialized to zero.
 void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slot*>* compared) {
   const Groups& groups = rank.groups;
   std::vector<const Slot*> slots;
@@ -163,8 +163,8 @@ void Updates::norm(const comm::Label& label) {
   }
 }
 
-// Makes autograd raise its error for a graph that the user kept, because the parameters saved in
-// the graph change now.
+// The user may have kept a graph with saved parameters, which change now. This call makes autograd
+// raise its error for such a graph.
 void Updates::bump_versions() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
@@ -457,10 +457,10 @@ void Updates::publish_to_disk(int unit, const Chunk& chunk) {
 }
 
 // [Note: Three publishes] Parameters that rest on disk are written by the update lane, chunk by
-// chunk. If the optimizer's pass already wrote the first pass of the route (`joined`), or if the
-// masters are shards of the resting parameters (`in_window`), the gather lane waits for the
-// update's fence and then runs the remaining passes. Otherwise the update lane runs the whole route
-// on its own channel.
+// chunk. For other parameters there are two cases. (1) The optimizer has already done the first
+// pass of the route (`joined`), or the masters are shards of the resting parameters (`in_window`).
+// Then the gather lane waits for the update's fence and runs the remaining passes. (2) Otherwise
+// the update lane runs the whole route on its own channel.
 void Updates::publish(const PlannedStep& planned) {
   const std::vector<int>& units = planned.step.units;
   if (rank_.publishes_chunks) {

@@ -2,8 +2,9 @@
 // Updates: the global norm, the optimizer, and the publish of updated parameters.
 //
 // Called only by the model's thread. If the `update` cell is on the device, the optimizer runs on
-// that thread. Otherwise it runs on the update lane, and step() may return before the update ends.
-// Then, until the unit's fence (UnitState::updated), only that lane may touch the update's buffers.
+// the model's thread. Otherwise it runs on the update lane, and step() may return before the update
+// ends. Until the unit's fence (UnitState::updated), only the update lane may touch the update's
+// buffers.
 #include <ATen/core/Tensor.h>
 
 #include <functional>
@@ -40,8 +41,8 @@ class Updates {
 
   void begin(Update update);
   void finish();  // blocks until every unit has its new weights
-  // Blocks until all resting parameters are in place, then takes the fingerprints (Flat::left) that
-  // show later user edits.
+  // Blocks until all resting parameters are in place. Then takes the fingerprints (Flat::left) that
+  // later show user edits.
   void arrive();
   void discard();  // drops optimizer state that was read ahead for an update that will not run
   const Seen& seen() const { return seen_; }  // results of the last norm
@@ -60,7 +61,7 @@ class Updates {
   std::vector<at::Tensor> shard_gradients();  // fp32, aligned with shard_views()
 
  private:
-  // The output of the optimizer's pass: new parameters.
+  // The new parameters, which the optimizer's pass writes.
   struct Published {
     device::Address rest, written;
     mem::Lease room;  // memory of `written` if it is not `rest`
@@ -90,7 +91,7 @@ class Updates {
   Lanes& lanes_;
   Gradients& gradients_;
   Norm norm_;
-  std::set<const Slot*> compared_;  // slots whose replicas on tensor ranks were compared
+  std::set<const Slot*> compared_;  // slots that were compared with their replicas on tensor ranks
   comm::Channel channel_;
   Update update_;
   Seen seen_;

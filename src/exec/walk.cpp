@@ -55,8 +55,8 @@ Address Walk::scratch(Tier tier, int64_t bytes) {
 }
 
 // Chooses the output address of each pass, from the last pass to the first. So a pass can write
-// directly to `to` or to its place in the next gather, and needs scratch memory only if neither is
-// possible.
+// directly to `to` or to its place in the next gather. A pass needs scratch memory only if neither
+// is possible.
 void Walk::lay_out(size_t index) {
   const Travel& travel = travels_[index];
   const std::vector<Pass>& passes = route_.passes;

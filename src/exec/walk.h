@@ -1,6 +1,6 @@
 #pragma once
-// Walk: moves buffers along a route, from copy to copy. There is one function per kind of pass. All
-// buffers of a walk go through a pass together, so a fused plan line is one exchange.
+// Walk: moves buffers along a route, from copy to copy. There is one function per kind of pass.
+// Each pass moves all buffers of the walk together, so a fused plan line is one exchange.
 #include <ATen/core/Tensor.h>
 
 #include <vector>
@@ -20,9 +20,10 @@ struct Travel {
   int64_t numel = 0;           // number of elements of the full flat
   bool adds = false;           // adds to the values at `to`
   mem::DiskTicket arriving{};  // the read into `from`
-  // If not null, and if Walk::counts_squares(), receives the sum of squares of this rank's part of
-  // the final values at `to`. It has the same bits as the result of host::sum_squares ([Note:
-  // Squares]). A sum made on a device goes to `squares_there` as a device scalar.
+  // Receives the sum of squares of this rank's part of the final values at `to`, if it is not null
+  // and Walk::counts_squares() is true. The sum has the same bits as the result of
+  // host::sum_squares ([Note: Squares]). On a device, the sum goes to `squares_there` as a device
+  // scalar.
   double* squares = nullptr;
   at::Tensor* squares_there = nullptr;
 };
@@ -34,8 +35,9 @@ class Walk {
   Walk(Route route, const Mesh& mesh, const Groups& groups, mem::Tiers& tiers,
        bool on_host = false);
   void add(const Travel& travel) { travels_.push_back(travel); }
-  // Takes memory from the arenas for values between passes, for receiving, and for packing. Must
-  // follow the last add(). If the caller does not call ready(), run() does so on its own thread.
+  // Takes memory from the arenas: for values between passes, for received data and for packing.
+  // Must follow the last add(). If the caller does not call ready(), run() calls it on its own
+  // thread.
   void ready();
 
   // Returns whether the passes from `first` on may launch collectives on a device. Their line then

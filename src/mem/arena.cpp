@@ -27,16 +27,16 @@ namespace {
 constexpr int64_t kHugePage = 2 << 20;
 const c10::Stream kNoStream(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
 
-// Large buffers have mappings of their own, so they leave no holes in the heap. They request huge
-// pages; if the system refuses, the pages are small. The optimizer's passes are bound by memory
-// bandwidth, and looking up small pages makes them a tenth slower.
+// Each large buffer has its own mapping, so it leaves no hole in the heap. It requests huge pages;
+// if the system refuses, the pages are small. The optimizer's passes are bound by memory bandwidth,
+// and looking up small pages makes them a tenth slower.
 struct Mapping {
   void* base;
   size_t bytes;
 };
 
-// A huge page takes all its memory at the first touch, so only pages below `used` bytes are huge:
-// the rest of the mapping is reserved for other sizes and takes no memory.
+// A huge page takes all its memory at the first touch, so only pages below `used` bytes are huge.
+// The remaining part of the mapping is reserved for other sizes and takes no memory.
 c10::DataPtr map_large(int64_t bytes, int64_t used) {
   const auto size = static_cast<size_t>(block_padded(bytes));
   void* base = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE,
@@ -161,7 +161,7 @@ bool Pool::stands_by(Unused& unused) const {
 }
 
 // Prefers the buffer at `wanted`, so that a unit returns to its old address. Otherwise picks a
-// buffer that needs no waiting, or else the one that was given back last.
+// buffer without a wait. If there is none, picks the buffer that was given back last.
 Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const {
   for (auto one = buffers.begin(); one != buffers.end() && wanted != nullptr; ++one) {
     if (one->data.get() == wanted) return one;

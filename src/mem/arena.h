@@ -1,9 +1,9 @@
 #pragma once
 // Arena: counts and limits the engine's memory. Every byte is counted under the account for which
-// it was taken, and the budget bounds the total. Arenas of one kind of memory share a Pool, which
-// reuses buffers of equal size (or of nearly equal size, if they are large). Before a pool would
-// exceed its highest use so far, it returns unused buffers of other sizes to the system. So a pool
-// holds hardly more than its peak use.
+// it was taken, and the budget bounds the total. Arenas of one kind of memory share a Pool. The
+// pool reuses buffers of equal size (large buffers also for nearly equal sizes). If a new buffer
+// would take the pool above its highest use so far, it first returns unused buffers to the system.
+// So a pool holds hardly more than its peak use.
 #include <c10/core/Allocator.h>
 #include <c10/core/Event.h>
 
@@ -34,9 +34,9 @@ struct Usage {
   int64_t held = 0;  // bytes that the pool has from the system, used or unused
 };
 
-// The limit on bytes in use. `name` names the memory and its limit in the error: "device memory
-// (memory.device_bytes)". `advice` is called only for an error; it returns a text that says what
-// would fit.
+// The limit on bytes in use. `name` is the text for the memory and its limit in the error: "device
+// memory (memory.device_bytes)". `advice` is called only for an error, and returns a text that says
+// what would fit.
 struct Budget {
   int64_t bytes = std::numeric_limits<int64_t>::max();
   std::string name;
@@ -57,8 +57,8 @@ class Pool {
                 const device::Device& device = device::Device::host());
 
   void set_budget(Budget budget);
-  // Returns a buffer with undefined contents. If the buffer at `wanted` is unused and has the right
-  // size, returns that buffer. Throws RuntimeFault with the bytes requested, in use and allowed.
+  // Returns a buffer with undefined contents: the buffer at `wanted` if it is unused and has the
+  // right size. Throws RuntimeFault with the bytes requested, in use and allowed.
   c10::DataPtr take(int64_t bytes, const void* wanted = nullptr);
   void give_back(c10::DataPtr data, int64_t bytes);
   void forget(int64_t bytes);  // stops counting memory that will never be given back
@@ -122,8 +122,7 @@ class Lease {
 };
 
 // Counts `bytes` of freed tensors. After every 16 MiB, makes malloc return free memory to the
-// system, because large aligned buffers seldom fit into the holes in the heap. Callable from any
-// thread.
+// system: large aligned buffers seldom fit into the holes in the heap. Callable from any thread.
 void trim_heap(int64_t bytes);
 
 // Must outlive its leases. Usable from any thread.
@@ -131,7 +130,7 @@ class Arena {
  public:
   explicit Arena(Pool& pool) { pools_.fill(&pool); }
 
-  // Makes take() use another pool for this account. Call it before the first take().
+  // Makes take() use this pool for the account. Call it before the first take().
   void use(Account account, Pool& pool) { pools_[static_cast<size_t>(account)] = &pool; }
   void set_budget(Budget budget);
   // See Pool::take().

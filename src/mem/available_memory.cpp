@@ -40,9 +40,9 @@ constexpr CgroupFiles kV2 = {"memory.max", "memory.current", "inactive_file"};
 constexpr CgroupFiles kV1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
                              "total_inactive_file"};
 
-// Returns the smallest room that the limits of a control group and its parents leave. Inside a
-// container, the path may be the path on the host, whose files do not exist in the container. The
-// mounted group is used in that case.
+// Returns the smallest room within the limits of a control group and its parents. Inside a
+// container, `path` may be a path of the host whose files do not exist in the container. Then the
+// mounted group is used.
 int64_t group_leaves(const fs::path& mount, const std::string& path, const CgroupFiles& files) {
   int64_t least = std::numeric_limits<int64_t>::max();
   fs::path group = mount / fs::path(path).relative_path();

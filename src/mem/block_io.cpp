@@ -16,8 +16,8 @@ namespace penstock::mem {
 
 namespace {
 
-// Requests that are not submitted to the system yet. While both reads and writes wait, the system
-// gets as many reads as writes, because a disk can do both at once.
+// Requests that are not submitted to the system yet. A disk can read and write at once. So if both
+// reads and writes wait, the system gets as many reads as writes.
 class WaitingRequest {
  public:
   void push(BlockRequest request) {
@@ -171,8 +171,8 @@ class UringIo final : public BlockIo {
           fill();
         }
       }
-      // submit() wrote the request under the lock, so the object is complete here. done() may
-      // submit the rest of a partial transfer.
+      // submit() wrote the request under the lock, so the object is complete here. After a partial
+      // transfer, done() may submit the remaining part.
       if (request) request->done(result);
       const std::lock_guard lock(mutex_);
       if (closing_ && waiting_.num_taken() == 0 && waiting_.empty()) return;

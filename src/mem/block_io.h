@@ -16,7 +16,7 @@ struct BlockRequest {
   bool write = false;
   char* data = nullptr;
   int64_t offset = 0, bytes = 0;
-  // Called once, on a thread of the BlockIo, with the number of bytes moved or -errno. That number
+  // Called once, on a thread of the BlockIo, with -errno or with the number of bytes moved, which
   // may be smaller than `bytes`. `done` may call submit().
   std::function<void(int64_t)> done;
 };

@@ -1,6 +1,6 @@
 #pragma once
-// ChangeWatch: called before bytes at rest change, because a background save may still have to read
-// them.
+// ChangeWatch: must be called before bytes at rest change, because a background save may still have
+// to read them.
 #include <cstdint>
 
 namespace penstock::mem {

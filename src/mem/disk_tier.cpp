@@ -22,8 +22,8 @@ namespace penstock::mem {
 namespace {
 
 constexpr int kDepth = 64;  // requests in the ring
-// A wait is divided into this many slices and stalls when all of them pass without progress. The
-// time for which a process is stopped counts as one slice, however long it is.
+// A wait is divided into this many slices. It stalls if all slices end without progress. If a
+// process is stopped, the whole stop counts as one slice, however long it is.
 constexpr int kSlices = 8;
 constexpr int kTries = 100;  // most submissions of a request for which the system moves no bytes
 
@@ -91,7 +91,8 @@ struct Disk::Impl {
   int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
   Board* board = nullptr;
   int lane = -1;                 // the disk's lane on the board
-  int num_waits = 0;             // guarded by mutex; the board shows the first wait of several
+  int num_waits = 0;             // guarded by mutex; if there are several waits, the board shows
+                                 // the first
   int64_t shown_waits = 0;       // guarded by mutex
   Clock::time_point busy_since;  // guarded by mutex; valid while a request is in flight
   Clock::duration busy{};        // guarded by mutex; time up to busy_since
@@ -252,8 +253,7 @@ std::string Disk::Impl::stall_text(const DiskTicket::Impl* ticket) const {
 Disk::Disk(const DiskOptions& options) : impl_(std::make_unique<Impl>(options)) {}
 
 Disk::~Disk() {
-  // The threads and files stay alive for the hanging requests, because joining the threads would
-  // hang.
+  // Joining the threads would hang, so the threads and files stay alive for the hanging requests.
   if (!end().empty()) keep_for_good(std::move(impl_));
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// Disk: the tier below memory. Each rank has one nameless swap file per path, so nothing stays on
-// the disk after the process ends, even after a crash. Space is claimed before the first byte is
+// Disk: the tier below memory. Each rank has one nameless swap file per path. So when the process
+// ends, even by a crash, nothing stays on the disk. Space is claimed before the first byte is
 // written, so a full disk causes an error before the first step.
 #include <cstdint>
 #include <functional>
@@ -38,8 +38,9 @@ class DiskTicket {
   std::shared_ptr<Impl> state_;
 };
 
-// Usable from any thread. If the system moves only a part of a request, the rest is submitted
-// again. If a request fails, wait() throws a RuntimeFault that names path, offset and bytes.
+// Usable from any thread. If the system moves only a part of a request, the remaining part is
+// submitted again. If a request fails, wait() throws a RuntimeFault that names path, offset and
+// bytes.
 class Disk {
  public:
   explicit Disk(const DiskOptions& options);
@@ -47,7 +48,7 @@ class Disk {
   // are not destroyed.
   ~Disk();
 
-  // Reserves an extent and returns its offset. Call allocate() before I/O on it. After an
+  // Reserves an extent and returns its offset. Call allocate() before I/O on the extent. After
   // allocate(), more extents can be reserved.
   int64_t reserve(int64_t bytes);
   // Claims the space that was reserved since the last allocate(). Throws RuntimeFault with path,
@@ -68,9 +69,9 @@ class Disk {
   // Blocks until every request has ended. Throws if the disk stalls; errors of requests are thrown
   // only by wait().
   void wait_for_all() const;
-  // Called at the end of the disk's life. Like wait_for_all(), but does not throw. If the disk
-  // stalled, returns the addresses that the system may still read or write. That memory must never
-  // be freed.
+  // Must be called at the end of the disk's life. Like wait_for_all(), but does not throw. If the
+  // disk stalled, returns the addresses that the system may still read or write. The memory at
+  // these addresses must never be freed.
   std::vector<const char*> end() const;
 
   int64_t reserved() const;

@@ -39,7 +39,7 @@ class DiskTraffic {
 
   // Starts the read, unless the bytes are in memory.
   void fetch(Buffer& buffer, Account account);
-  // Takes memory for a buffer whose values are all about to be written.
+  // Takes memory for a buffer. The caller must then write all values.
   void make_room(Buffer& buffer, Account account);
   // Blocks until the bytes are in memory.
   void wait_read(const Buffer& buffer) const;

@@ -31,7 +31,7 @@ struct Tiers {
   // its bytes count towards the device budget.
   Arena& on_host() { return computes.is_host() ? device : host; }
   // Returns the most bytes that were in use at one time on the device and in host memory together.
-  // With a device, whose memory is counted separately, it is the sum of two peaks.
+  // With a device, which has its own memory, it is the sum of two peaks.
   int64_t peak() const;
   // Ends the disk. Must be called before the buffers of its requests are freed. The buffers of
   // hanging requests are never freed.

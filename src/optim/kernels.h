@@ -14,8 +14,8 @@ namespace penstock::optim {
 // A contiguous range of one flat. `master` is fp32 and updated in place. `param_out`, if not null,
 // receives the updated value rounded to `param_dtype` (round to nearest even, the same bits as
 // torch's cast). `grad` has values of `grad_dtype` and is only read. Moments are range.numel values
-// of `moment_dtype`, fp32 or bf16, updated in place. With bf16, the step uses the new moments
-// before they are rounded (to nearest even).
+// of `moment_dtype`, fp32 or bf16, updated in place. With bf16 moments, the step uses the new
+// moments before they are rounded (to nearest even).
 struct Range {
   float* master = nullptr;
   const void* grad = nullptr;
@@ -57,8 +57,8 @@ struct AdagradOptions {
   float grad_scale = 1.0F;
   int64_t step = 1;  // 1 for the first update
 };
-// Same as torch.optim.Adagrad with initial_accumulator_value 0. `sum` is the sum of squares, in
-// fp32 because a bf16 sum that only grows would soon stop changing.
+// Same as torch.optim.Adagrad with initial_accumulator_value 0. `sum` is the sum of squares. It is
+// fp32, because it only grows, and a bf16 sum would soon stop changing.
 void adagrad(const Range& range, float* sum, const AdagradOptions& options);
 
 }  // namespace penstock::optim

@@ -123,7 +123,7 @@ TEST(Adam, WritesEveryOutputDtype) {
 }
 
 // The number of threads, the split into ranges and the alignment do not change the bits. Large
-// sizes use non-temporal stores, but smaller ranges of them use plain stores.
+// sizes use non-temporal stores; if they are split into smaller ranges, these use plain stores.
 void check_cuts(Dtype moments) {
   struct Run {
     int threads;
@@ -359,7 +359,8 @@ TEST(Bf16Moments, NotWithAdagrad) {
   EXPECT_THROW(adagrad(range, &value, {}), Bug);
 }
 
-// The other tests use the best instruction set of this machine; these use each one that it has.
+// All tests above use the best instruction set of this machine; the tests below use each of its
+// sets.
 class TargetTest : public OnTarget<testing::TestWithParam<int64_t>> {};
 
 TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(Dtype::kFp32); }

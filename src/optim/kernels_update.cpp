@@ -171,8 +171,8 @@ HWY_INLINE void update_vector(const Kernel& kernel, const At& at, int64_t i) {
   }
 }
 
-// Updates fewer values than a vector holds. Runs the same vector code on a copy, so the result does
-// not depend on where a range is cut.
+// Updates fewer values than a vector holds. Runs the same vector code on a copy, so the place where
+// a range is cut does not change the result.
 template <class Kernel, class At>
 HWY_NOINLINE void update_partial(const Kernel& kernel, const At& at, int64_t begin, int64_t count) {
   using Grad = typename At::Grad;

@@ -91,7 +91,7 @@ at::Tensor Peers::sum_and_cut(const at::Tensor& addend, int64_t dim, const comm:
   return reduce(first, size() == 1, label).view(sizes).movedim(0, dim).contiguous();
 }
 
-// If shares differ by one element, every rank sends as many elements as the largest share has.
+// Shares may differ by one element. Every rank sends as many elements as the largest share has.
 at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
                          const comm::Label& label) {
   check_host(part);

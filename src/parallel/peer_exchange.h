@@ -1,7 +1,7 @@
 #pragma once
-// Peers: the operators' access to the ranks of the tensor or sequence axis that compute one
-// operator together. Every rank makes the same calls in the same order, in forward, in backward and
-// in recomputed forwards. The labels must be equal on all ranks, which is checked. Results are
+// Peers: the exchanges of the ranks of the tensor or sequence axis that compute one operator
+// together. Every rank makes the same calls in the same order, in forward, in backward and in
+// recomputed forwards. The labels must be equal on all ranks; this is checked. Results are
 // contiguous and share no memory with the arguments, which may have any strides.
 #include <ATen/core/Tensor.h>
 
@@ -37,7 +37,7 @@ class Peers {
   int size() const { return members_.size(); }
 
   // Returns the sum of the ranks' addends, which all have one shape and dtype. For low precision
-  // the sum is computed in fp32. It is equal on all ranks.
+  // the sum is computed in fp32. The sum is equal on all ranks.
   at::Tensor sum(const at::Tensor& addend, const comm::Label& label);
   // Returns the ranks' parts joined along `dim`, in rank order. If `size` < 0, the parts have equal
   // sizes. Otherwise each rank has its share() of `size`.

@@ -26,9 +26,9 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Used in a forward. Results of an exchange have their own memory and usually another shape. Below
-// autograd, reshaping a result does not make a view. If a custom function returned a view, the
-// model could not change the result in place (`output += residual`).
+// Used in a forward. The result of an exchange has its own memory and is usually reshaped. Below
+// autograd, the reshaped result is not a view. This matters because, if a custom function returned
+// a view, the model could not change the result in place (`output += residual`).
 using NoViews = at::AutoDispatchBelowADInplaceOrView;
 
 enum class Transfer : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
@@ -89,7 +89,7 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& values, Transfer way,
                             const c10::intrusive_ptr<Kept>& kept) {
     kept->save_in(context);
-    // Without an exchange the result has the same values. It is a view, so that it has its own
+    // Without an exchange, the result has the same values. It is a view so that it has its own
     // gradient.
     if (way == Transfer::kNothing) return values.view_as(values);
     const NoViews guard;
@@ -205,7 +205,8 @@ struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFu
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &z = saved[0], &log_sum = saved[1], &own = saved[2], &here = saved[3];
     const at::Tensor &counts = saved[4], &divisor = saved[5];
-    // softmax - (1 - smoothing) onehot - smoothing / vocabulary, for this rank's columns.
+    // The gradient is softmax - (1 - smoothing) onehot - smoothing / vocabulary, for this rank's
+    // columns.
     at::Tensor gradient = z.sub(log_sum.unsqueeze(1)).exp_();
     if (kept.smoothing > 0) {
       gradient.sub_(kept.smoothing / static_cast<double>(kept.vocabulary));

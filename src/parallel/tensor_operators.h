@@ -30,7 +30,7 @@ struct OperatorPeers {
 };
 
 at::Tensor replicate(const at::Tensor& whole, const OperatorPeers& peers);  // I to R; backward: sum
-// Like replicate(), but returns the previous result if that was made from the same value and is
+// Like replicate(), but returns the previous result if this result came from the same value and is
 // still in use. So layers that read one value (queries, keys, values) sum its gradient in one
 // exchange.
 class Replicated {
@@ -47,7 +47,7 @@ at::Tensor sum(const at::Tensor& partial, const OperatorPeers& peers);  // P to 
 at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim,
                        const OperatorPeers& peers);                                  // P to V
 at::Tensor gather(const at::Tensor& part, int64_t dim, const OperatorPeers& peers);  // V to R
-// V to I: `size` elements along `dim`, of which each rank has its share() (penstock/cut.h).
+// V to I: gathers `size` elements along `dim`. Each rank has its share() of them (penstock/cut.h).
 at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size,
                         const OperatorPeers& peers);
 at::Tensor cut(const at::Tensor& whole, int64_t dim, const OperatorPeers& peers);  // I to V
@@ -87,7 +87,7 @@ struct LossOptions {
   double label_smoothing = 0.0;
   bool mean = true;  // mean over the targets that are not ignored; false: sum
 };
-// logits [tokens, own rows] (cut), target [tokens] (whole) -> [] (whole, fp32). It makes one
+// logits [tokens, own rows] (cut), target [tokens] (whole) -> [] (whole, fp32). The call makes one
 // exchange of four values per token and never gathers logits.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary,
                          const LossOptions& options, const OperatorPeers& peers);

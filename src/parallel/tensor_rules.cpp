@@ -44,7 +44,8 @@ bool is_row(Style style) {
   return style == Style::kRow || style == Style::kRowCut || style == Style::kRowTokens;
 }
 
-// Returns whether the style is for a parameter whose module itself computes with this rank's part.
+// Returns whether the style is for a parameter, and the parameter's module itself computes with
+// this rank's part.
 bool is_own(Style style) { return style == Style::kOwnRows || style == Style::kOwnColumns; }
 
 struct Rule {

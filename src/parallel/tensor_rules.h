@@ -1,6 +1,6 @@
 #pragma once
-// Rules: decide which modules the tensor ranks cut, and how, by mapping names to cuts of
-// parameters. The functions are pure, so every rank gets the same result.
+// Rules: map names of modules to cuts of parameters, and so decide which modules the tensor ranks
+// cut, and how. The functions are pure, so every rank gets the same result.
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -22,7 +22,7 @@ enum class Style : uint8_t {
   kShared,        // R -> V: the weight is whole, and a rank computes the head that it needs
   kPartial,       // V -> V: the weight is whole, and its gradient is summed over the ranks
   kWhole,         // the same on every rank; the rule only states that this is intended
-  kOwnRows,       // for a parameter: dim 0 is cut; its module computes with the part directly
+  kOwnRows,       // for a parameter: dim 0 is cut, and its module computes with the part directly
   kOwnColumns,    // the same with dim 1
 };
 

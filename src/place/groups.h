@@ -1,6 +1,6 @@
 #pragma once
-// Groups: the ranks that one rank meets in collectives, computed once. A plain value, usable from
-// any thread.
+// Groups: the ranks with which one rank makes collectives. They are computed once. A plain value,
+// usable from any thread.
 #include <vector>
 
 #include "src/place/mesh.h"
@@ -15,9 +15,9 @@ struct Members {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-// Returns the owners of the shards under `place` among the data ranks of `rank`: for each shard, in
-// shard order, the lowest rank that holds it. `index` is the shard that `rank` owns, or negative if
-// it owns none.
+// Returns one owner for each shard under `place`, in shard order: the lowest of the data ranks of
+// `rank` that hold the shard. `index` is the shard that `rank` owns, or negative if `rank` owns
+// none.
 Members owners(const Placement& place, const Mesh& mesh, int rank);
 
 class Groups {
@@ -37,8 +37,8 @@ class Groups {
   }
 
  private:
-  // Indexed by the set of axes, one bit each. The bits of axes of size one are dropped before the
-  // lookup, so the entries of sets with such axes stay empty.
+  // Indexed by the set of axes, one bit each. Before a lookup, the bits of axes of size one are
+  // cleared, so all entries with such a bit stay empty.
   std::vector<Members> members_;
   unsigned used_axes_ = 0;
 };

@@ -35,7 +35,7 @@ bool cuts(const Change& change) {
   return change.from == Layout::kSharded || change.to == Layout::kSharded;
 }
 
-// Appends the move; if the last move has the same kind, adds the axis to that move instead.
+// Appends a move or, if the last move has the same kind, adds the axis to that move.
 void push(std::vector<Move>& moves, MoveKind kind, Axis axis) {
   if (!moves.empty() && moves.back().kind == kind) {
     auto& axes = moves.back().axes;
@@ -99,7 +99,8 @@ bool applies(const Placement& place, const Move& move) {
   const Change& change = *change_of(move.kind);
   for (const Axis axis : move.axes)
     if (place.on(axis) != change.from) return false;
-  // Shards of an axis inside the gathered or cut axes would not stay contiguous.
+  // While an inner axis is sharded, no outer axis may be gathered or cut: the shards would not stay
+  // contiguous.
   const Axis outermost = *std::min_element(move.axes.begin(), move.axes.end());
   return !cuts(change) || std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
     return row.axis < outermost || among(move.axes, row.axis) ||

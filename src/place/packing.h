@@ -1,9 +1,9 @@
 #pragma once
 // Packing: which buffers of one collective are sent as one piece to each peer.
 //
-// [Note: Packing] A message costs more than copying some KiB. If at least two shards of a
+// [Note: Packing] A message costs more time than a copy of some KiB. So if at least two shards of a
 // collective are small, they are packed together. The channel packs by this rule, and the simulator
-// uses it to count the memory. The ratio of the packed to the unpacked time of gather and reduce
+// counts memory by the same rule. The ratio of the packed to the unpacked time of gather and reduce
 // was measured with two processes over gloo on two busy cores, by shard size. For 8 buffers: 512 B
 // 0.28-0.56, 16 KiB 0.6-0.8, 128 KiB 0.81-0.83, 512 KiB 0.86-0.95, 1 MiB 1.09-1.17; for 2 buffers:
 // 16 KiB 0.8-0.9, 128 KiB 0.98-1.02, 256 KiB 0.94-1.71. Packing does not change the bits of

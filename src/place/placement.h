@@ -30,8 +30,8 @@ struct Placement {
   Layout& on(Axis axis) { return layout[static_cast<size_t>(axis)]; }
   bool sharded() const;  // on any axis
   bool partial() const;  // on any axis
-  // "SR@host:bf16"; "SR" = S over node, R over local. Other axes that are not R follow by name:
-  // "SS,tensor=P@device:bf16".
+  // "SR@host:bf16"; "SR" = S over node, R over local. If another axis is not R, it follows with its
+  // name: "SS,tensor=P@device:bf16".
   std::string text() const;
   static Placement parse(std::string_view text);  // throws ConfigError
   bool operator==(const Placement&) const = default;
@@ -59,17 +59,16 @@ Move parse_move(std::string_view text);  // throws ConfigError
 int num_shards(const Placement& place, const Mesh& mesh);
 int shard_index(const Placement& place, const Mesh& mesh, int rank);
 
-// Sets axes of size one to R. If exactly one of `node` and `local` has size one, that axis takes
-// the other one's layout. `zero3` therefore moves over "data" whether or not the mesh has several
-// nodes.
+// Sets axes of size one to R. If only one of the axes `node` and `local` has size one, it takes the
+// layout of the other axis. So `zero3` moves over "data", with one node or with several.
 Placement normalize(Placement place, const Mesh& mesh);
 
 // Returns the moves that turn a copy at `from` into a copy at `to`; empty if the placements are
-// equal. Collectives run on the device tier, narrowing casts come first and widening casts last,
-// and equal collectives on several axes are joined. Shards stay contiguous: if an outer axis is
-// gathered or sliced and an inner axis stays sharded, the inner axis is gathered first and sliced
-// again afterwards. Throws ConfigError if an axis changes from R or S to P, since a sum cannot be
-// undone.
+// equal. Collectives run on the device tier. Casts to a narrower dtype come first, casts to a wider
+// dtype come last. Equal collectives on several axes are joined. Shards stay contiguous: to gather
+// or slice an outer axis while an inner axis is sharded, the inner axis is gathered first and
+// sliced again afterwards. Throws ConfigError if an axis changes from R or S to P, since a sum
+// cannot be undone.
 std::vector<Move> hops(const Placement& from, const Placement& to);
 
 // Returns the placement after one move. Throws ConfigError if the move cannot start from `place`.

@@ -1,6 +1,6 @@
 #pragma once
-// check(): refuses every table whose results would not be exact. The principles are listed in
-// docs/tables.md; a table that violates none of them is allowed.
+// check(): refuses every table whose results would not be exact. docs/tables.md lists the
+// principles. A table is allowed if it violates none of them.
 #include "src/plan/model_desc.h"
 #include "src/plan/table.h"
 

@@ -3,11 +3,11 @@
 // the simulator, the tests' interpreter and the executor (for parameters and gradients) keep the
 // same book. A plain value.
 //
-// [Note: Copies] Parameters rest: one copy is the authority and stays where it is. In addition
+// [Note: Copies] Parameters rest: one copy is the authority and stays in its place. In addition
 // there is at most one working copy. A return to rest only drops the working copy, so it costs
-// nothing. Gradients and optimizer state move: a move removes the copy at its source. If a copy
-// already exists at the destination, the arriving copy is added to it. After a write, the written
-// copy is the only one.
+// nothing. Gradients and optimizer state do not rest: a move removes the copy at its source. If a
+// copy already exists at the destination, the arriving values are added to it. After a write, the
+// written copy is the only one.
 #include <optional>
 #include <vector>
 
@@ -30,12 +30,12 @@ class Copies {
   const Placement& current() const { return places_.front(); }
   bool at_rest() const { return places_.size() == 1; }
 
-  // Returns the copy that a list of moves starts from: the newest copy to which all the moves
+  // Returns the copy from which a list of moves starts: the newest copy to which all the moves
   // apply.
   std::optional<Placement> source(const std::vector<Move>& moves) const;
   // Returns the shortest list of moves that ends at `wanted`; empty if a copy is already there. If
-  // moves from the current copy need neither a peer nor the disk, the list starts from that copy.
-  // Throws ConfigError if there is no such list.
+  // the moves from the current copy need neither a peer nor the disk, the list starts from the
+  // current copy. Throws ConfigError if there is no such list.
   std::vector<Move> way_to(const Placement& wanted) const;
 
   // Applies the moves to the book, from source(moves) or from the given copy. Throws Bug if there

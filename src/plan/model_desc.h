@@ -10,8 +10,8 @@
 
 namespace penstock {
 
-// One flat of a unit: parameters of one dtype that all train or are all frozen, and that have the
-// same cut over the tensor axis.
+// One flat of a unit. Its parameters have the same dtype and the same cut over the tensor axis, and
+// all train or all are frozen.
 struct FlatDesc {
   int64_t numel = 0;           // padded to a multiple of the number of data ranks
   Dtype dtype = Dtype::kFp32;  // the compute dtype
@@ -43,18 +43,18 @@ struct Chunk {
   bool operator==(const Chunk&) const = default;
 };
 
-// Returns the chunk's range [begin, end) in a flat of which a rank owns `numel` elements. Chunks
-// begin and end at disk block boundaries in any dtype, so the last chunks of a small flat are
-// empty.
+// Returns the chunk's range [begin, end) in a flat of which a rank owns `numel` elements. In every
+// dtype, a chunk begins and ends at a boundary of disk blocks. If a flat is too small for this
+// number of chunks, the last chunks are empty.
 std::pair<int64_t, int64_t> range_of(const Chunk& chunk, int64_t numel);
 inline constexpr int64_t kChunkGrain = 2048;  // elements
 
-// `kUse` (backward only): the unit computes but does not have its gradient yet, like a unit that is
-// being recomputed. `kGradient`: the unit produces its gradient and needs no parameters.
+// `kUse` (backward only): the unit computes, but its gradient is not there yet (for example, a unit
+// that is being recomputed). `kGradient`: the unit produces its gradient and needs no parameters.
 enum class Mark : uint8_t { kWhole, kBegin, kEnd, kUse, kGradient };
 
 // One entry in the order of a forward or backward. Units that contain others (the root) or that
-// stay in use have a begin and an end; the other units are whole. In a pipeline each visit belongs
+// stay in use have a begin and an end. All other units are whole. In a pipeline each visit belongs
 // to one stage. A unit that several stages visit (a tied embedding) exists in each of them.
 struct Visit {
   int unit = 0;

@@ -96,8 +96,7 @@ Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
     if (above.op == Op::kUpdate) break;
   }
   if (read.role == Role::kGrad) return at;
-  // Before the first update nothing is written. So the second read, like the first, may start
-  // before the norm.
+  // Nothing is written before the first update. So the first two reads may start before the norm.
   auto norm = at;
   while (norm != steps.begin() && is_read(*(norm - 1))) --norm;
   return norm != steps.begin() && (norm - 1)->op == Op::kNorm ? norm - 1 : at;

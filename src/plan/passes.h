@@ -8,9 +8,9 @@
 
 namespace penstock {
 
-// Starts parameter moves earlier: each move is moved up past compute steps as long as the bytes
-// that are gathered before their use stay within `budget_bytes`. The order of moves is kept. A move
-// never passes a step of its own unit, a micro line or an update.
+// Starts parameter moves earlier: each move goes up past compute steps, as long as the bytes that
+// are gathered before their use stay within `budget_bytes`. The order of moves is kept. A move
+// never goes past a step of its own unit, a micro line or an update.
 Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 
 // Joins neighbouring moves of the same kind into one collective, as long as their parameters
@@ -24,8 +24,8 @@ Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 // mesh.
 Plan sum_as_fp32(const Plan& plan, const Table& table);
 // Returns whether a ring in fp32 sends fewer bytes between nodes than a direct exchange of parts
-// with 2 bytes per value. Returns false if only a second sum crosses nodes, since that sum is in
-// fp32 anyway.
+// with 2 bytes per value. Returns false if only a second sum crosses nodes: that sum is in fp32
+// anyway.
 bool ring_sends_less(const Mesh& mesh, const Table& table);
 
 // Reads state from disk while the previous update runs: each read starts before that update, and

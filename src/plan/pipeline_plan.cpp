@@ -217,8 +217,8 @@ std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, cons
   for (int rank = 0; rank < num_ranks; ++rank) {
     writers.emplace_back(table, parts[rank], mesh, forward, backward, schedule.ranks[rank]);
   }
-  // One action per rank and round. If a rank ran ahead here, the plan of its peer would receive all
-  // of the rank's messages before the peer computes with the first one.
+  // One action per rank and round. If a rank went ahead here, its peer's plan would receive all
+  // messages of this rank before the peer computes with the first one.
   std::set<Action> done;
   for (bool any = true; any;) {
     any = false;

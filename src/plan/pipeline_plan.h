@@ -9,17 +9,17 @@
 
 namespace penstock {
 
-// Returns the part of the model that one pipeline rank has. Units that none of its stages visit
-// keep their numbers and have no flats.
+// Returns the part of the model that one pipeline rank has. If none of its stages visits a unit,
+// the unit keeps its number and has no flats.
 ModelDesc part(const ModelDesc& model, int num_ranks, int rank);
 
-// Returns one plan per pipeline rank. Between two uses in the step a unit's parameters are in
-// `hold`, so the table decides whether they are gathered for each use or once. If several ranks
+// Returns one plan per pipeline rank. Between two uses in a step, a unit's parameters are in
+// `hold`. So the table decides whether they are gathered once or for each use. If several ranks
 // have a unit, its gradients are summed before the norm, and all these ranks update it.
 //
-// Each send is added together with its receive, which is appended to the peer's plan. Every plan is
-// therefore a projection of one common order, and no rank can deadlock, even if a send blocks until
-// its receive.
+// Each send is added together with its receive, which is appended to the peer's plan. So every plan
+// is a projection of one common order. No rank can deadlock, even if a send blocks until its
+// receive begins.
 //
 // Throws ConfigError if a stage has no units, if stages are not computed in order, or if a unit
 // that several pipeline ranks share keeps its gradients on disk.

@@ -33,10 +33,10 @@ enum class Op : uint8_t {
   kForward,   // computes, with a mark
   kBackward,  // computes, with a mark; leaves the unit's gradient as a partial sum
   kDrop,      // frees copies of the role other than the resting one
-  kSum,       // sums gradient addends of ranks along axes other than data
+  kSum,       // sums the gradient addends of ranks along an axis other than data
   kNorm,      // computes the global gradient norm over all units: one small collective
   kUpdate,    // runs the optimizer
-  kPublish,   // the updated master weights become the parameter's resting copy, through `moves`
+  kPublish,   // writes the parameter's resting copy from the updated masters, through `moves`
   kSend,      // sends the result of a forward (act) or backward (grad) to the stage at `hop`
   kReceive,   // receives the input of a forward (act) or backward (grad) from the stage at `hop`
 };

@@ -1,14 +1,14 @@
 #pragma once
-// The planner: walks a model's order under a table and writes the moves that each phase needs. Pure
-// functions of (table, model, mesh), so every rank computes the same plan.
+// The planner: goes through a model's order and writes the moves that a table requires in each
+// phase. Pure functions of (table, model, mesh), so every rank computes the same plan.
 #include <cstdint>
 
 #include "src/plan/plan.h"
 
 namespace penstock {
 
-// Sections of a training step. The engine runs them one at a time, since the number of
-// micro-batches is known only while eager code runs. plan_step() concatenates them.
+// Sections of a training step. The engine runs them one at a time, because eager code decides the
+// number of micro-batches as it runs. plan_step() concatenates them.
 enum class Section : uint8_t {
   kForward,       // the window's first training forward: parameters end in `hold`
   kForwardNext,   // a later forward: parameters start and end in `hold`

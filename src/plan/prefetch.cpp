@@ -12,8 +12,8 @@ namespace penstock {
 
 namespace {
 
-// Rebuilds the plan step by step. For every compute step it counts the bytes that are gathered
-// before the step and first used after it.
+// Rebuilds the plan step by step. For every compute step, counts the bytes that are gathered before
+// this step and first used after it.
 class Prefetcher {
  public:
   Prefetcher(const ModelDesc& model, int64_t budget) : model_(model), budget_(budget) {}

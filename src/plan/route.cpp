@@ -93,7 +93,7 @@ Route route(const Placement& from, const std::vector<Move>& moves, const Mesh& m
   for (const Move& move : moves) {
     const Placement next = apply(route.to, move);
     const PassKind kind = pass_kind(move.kind);
-    // An all_reduce overwrites the buffer of its source, so a source that must survive is copied
+    // An all_reduce overwrites the buffer of its source. If the source must survive, it is copied
     // first.
     if (!consumes && passes.empty() && kind == PassKind::kAllReduce) {
       passes.push_back({PassKind::kLocal, {}, from, from});

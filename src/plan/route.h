@@ -1,6 +1,6 @@
 #pragma once
-// Route: a list of moves as passes over the data. The plain walk makes one pass per move. A faster
-// walk does certain moves in one pass. Only this file recognises these moves, so the simulator
+// Route: a list of moves as passes over the data. The plain walk makes one pass per move; a route
+// joins certain moves in one pass. Only this file decides which moves are joined, so the simulator
 // counts exactly the buffers that the executor takes. Plain values, usable from any thread.
 //
 // [Note: Fusions]

@@ -1,5 +1,5 @@
 #pragma once
-// Properties of a plan line that several plan passes need. Pure functions.
+// Properties of a plan line, for several plan passes. Pure functions.
 #include <algorithm>
 #include <cstdint>
 

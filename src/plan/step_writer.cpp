@@ -31,7 +31,8 @@ void StepWriter::move_grad(int unit, Phase from, Phase to, Chunk chunk) {
   if (trains(unit)) move(unit, Role::kGrad, cell(Role::kGrad, from), cell(Role::kGrad, to), chunk);
 }
 
-// [Note: Copies] The book knows the working copy, so the shortest moves start from it.
+// [Note: Copies] The book knows the working copy, so the shortest list of moves starts from this
+// copy.
 void StepWriter::settle_param(int unit, Phase phase) {
   const Placement& want = cell(Role::kParam, phase);
   Copies& book = params_[unit];

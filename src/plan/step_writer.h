@@ -22,8 +22,8 @@ class StepWriter {
   void put(Step step) { plan_.steps.push_back(std::move(step)); }
   void move(int unit, Role role, const Placement& from, const Placement& to, Chunk chunk = {});
   void move_grad(int unit, Phase from, Phase to, Chunk chunk = {});
-  // Moves a unit's parameters to the cell of this phase. A return to rest is free, since the
-  // authority never left.
+  // Moves a unit's parameters to the cell of this phase. A return to rest is free, because the
+  // authority stayed there.
   void settle_param(int unit, Phase phase);
   // Starts the books of all units with parameters in the cell of this phase.
   void begin_params(Phase phase);
@@ -35,9 +35,9 @@ class StepWriter {
   // A gradient that is held in place is summed before it moves. Any other gradient moves first and
   // is summed where it arrives.
   void settle_grad(int unit, bool last);
-  // Sums, in place, gradients to which each tensor rank contributes an addend.
+  // Sums gradients of which each tensor rank has an addend. Works in place.
   void sum_partial(int unit);
-  // Sums, in place, gradients of units that several pipeline stages have.
+  // Sums gradients of units that several pipeline stages have. Works in place.
   void sum_stages(int unit);
   // Sums a gradient over one axis, in place.
   void sum_grad(int unit, Axis axis);

@@ -118,7 +118,7 @@ int64_t chunk_bytes(const Config& config, const Table& table, const UnitDesc& un
 }  // namespace
 
 void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
-  // One chunk is read while another is updated and a third is written.
+  // Three chunks are in memory: one is read, a second is updated and a third is written.
   const int64_t most = config.offload.window_bytes / 3;
   const Placement& optim = table.at(Role::kOptim, Phase::kRest);
   const bool streams = table.streams_state();
@@ -217,8 +217,8 @@ Ledger predict(const Config& config, ModelDesc model, bool external_optimizer) {
                    .external = external_optimizer});
 }
 
-// The first and the last micro-batch of a window differ from the rest, and their neighbours may
-// differ as well.
+// The first and the last micro-batch of a window are not like the other ones, and their neighbours
+// may also differ.
 constexpr int64_t kAlike = 3;
 
 Ledger predict_window(const Config& config, ModelDesc model, bool external_optimizer) {

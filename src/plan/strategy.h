@@ -31,9 +31,9 @@ PENSTOCK_API int data_rank(const MeshConfig& mesh, int rank);
 // recomputed.
 void mark_recomputed(const Config& config, ModelDesc& model);
 
-// In backward, moves the end of each unit with frozen parameters after the units that only produce
-// a gradient. A unit with frozen parameters has no gradient that marks its last use, so it stays in
-// use until a backward enters another unit.
+// Moves the end of each unit with frozen parameters, in backward, after the units that only produce
+// a gradient. No gradient marks the last use of frozen parameters, so their unit stays in use until
+// the backward enters another unit.
 void end_frozen_last(const Table& table, ModelDesc& model);
 
 // Sets the number of chunks in which each unit's optimizer state passes through memory. `table`
@@ -46,12 +46,12 @@ void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config);
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
 
 // Returns the strategy's preset with the config's own cells. Its precision is the narrowest dtype
-// among trainable parameters; parameters of other dtypes keep their own (Table::dtype_in).
+// among trainable parameters. Parameters of other dtypes keep their dtype (Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);
 // Returns whether the strategy's resting parameters are sharded, so that they can be on another
 // tier.
 bool can_rest_away(const std::string& strategy);
-// Returns the same settings for another strategy and another optimizer tier, without settings that
+// Returns the same settings for a different strategy and optimizer tier, without the settings that
 // do not apply there.
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer);
 int num_moments(const Config& config);  // per parameter, without the master

@@ -53,7 +53,7 @@ Table Table::on(const Mesh& mesh) const {
   return seen;
 }
 
-// A model may mix dtypes. A cell at the table's precision stands for the compute dtype of each
+// A model may mix dtypes. If a cell has the table's precision, it means the compute dtype of each
 // parameter.
 Dtype Table::dtype_in(const Placement& cell, Dtype own) const {
   return cell.dtype == at(Role::kParam, Phase::kForward).dtype ? own : cell.dtype;
@@ -92,7 +92,7 @@ bool Table::moves_activations() const {
   return !(at(Role::kAct, Phase::kHold) == at(Role::kAct, Phase::kForward));
 }
 
-// Dtypes may differ; in that case a backward adds to a held copy of another dtype.
+// The dtypes may differ: then a backward adds to a held copy of a different dtype.
 bool Table::holds_grad_in_place() const {
   const Placement& made = at(Role::kGrad, Phase::kBackward);
   const Placement& held = at(Role::kGrad, Phase::kHold);
@@ -133,7 +133,7 @@ bool Table::grads_come_in_chunks() const {
 }
 
 // hops() plans a publish like every other move. If the placements are equal but a master exists,
-// the values still move to another buffer, which is written as a cast.
+// the values still move to a second buffer; this move is written as a cast.
 std::vector<Move> Table::publish() const {
   const Placement& rest = at(Role::kParam, Phase::kRest);
   std::vector<Move> moves = hops(master(), rest);

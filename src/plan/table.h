@@ -47,15 +47,15 @@ class Table {
   // Returns the cell of a unit's gradient at the end of its backward.
   const Placement& grad_after_backward() const;
   bool uses_disk() const;  // for anything except activations
-  // Returns whether optimizer state on disk can pass through memory in chunks: it moves unchanged,
-  // and the published values are written during the update.
+  // Returns whether optimizer state on disk can pass through memory in chunks. It can if it moves
+  // unchanged and the published values are written during the update.
   bool streams_state() const;
   // grads_wait_on_disk: gradients are held on disk until their unit is updated.
   // grads_come_in_chunks: in addition, they are read in the same chunks as the optimizer state.
   bool grads_wait_on_disk() const;
   bool grads_come_in_chunks() const;
-  // Returns the moves that turn updated masters into resting parameters: a cast if only the buffer
-  // changes, no moves if the resting parameters are the masters.
+  // Returns the moves that turn updated masters into resting parameters. If only the buffer
+  // changes, there is one move, a cast. If the resting parameters are the masters, there is none.
   std::vector<Move> publish() const;
   // Returns whether updated parameters go to rest in the same chunks as the optimizer state.
   bool publishes_chunks() const;

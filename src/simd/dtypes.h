@@ -1,9 +1,9 @@
 // Loads and stores of fp32 vectors from and to memory of any Dtype, for SIMD kernels (Highway).
-// foreach_target.h includes this file once per instruction set, so its guard toggles instead of
-// `#pragma once`. Rounding is to nearest even with the bits of torch's casts; NaN becomes the
+// foreach_target.h includes this file once per instruction set, so it has a guard that toggles and
+// no `#pragma once`. Rounding is to nearest even with the bits of torch's casts; NaN becomes the
 // canonical quiet NaN (bf16 0x7FC0, fp16 sign | 0x7E00). Float arithmetic is used only where no
-// result is subnormal; the rest is integer arithmetic. So every instruction set gives the same
-// bits, and subnormal values survive a flush-to-zero mode.
+// result is subnormal; all other steps use integer arithmetic. So every instruction set gives the
+// same bits, and subnormal values survive a flush-to-zero mode.
 #if defined(PENSTOCK_SIMD_DTYPES_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef PENSTOCK_SIMD_DTYPES_H_
 #undef PENSTOCK_SIMD_DTYPES_H_

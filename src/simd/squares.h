@@ -3,9 +3,9 @@
 //
 // [Note: Squares] Squares of fp32 values are exact in double, so only the order of the additions
 // matters. That order is fixed: each block of 16 * 1024 values is summed separately, in four
-// partial sums from its start, and the block sums are then added in order. A norm therefore has the
-// same bits for any number of threads. The bits are the same whether the pass that wrote the values
-// computes the norm (device::sum_chunks_and_squares) or a separate pass
+// partial sums from its start, and the block sums are then added in order. So a norm has the same
+// bits for any number of threads. It also has the same bits in both ways to compute it: in the pass
+// that writes the values (device::sum_chunks_and_squares) and in a separate pass
 // (device::host::sum_squares). The sum of finite values is finite; an Inf or NaN anywhere makes it
 // not finite.
 #if defined(PENSTOCK_PLACE_SQUARES_SIMD_H_) == defined(HWY_TARGET_TOGGLE)

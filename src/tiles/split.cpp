@@ -71,8 +71,8 @@ class Splitter {
     });
   }
 
-  // A parameter is tiled if it belongs to the head, or if it is large and either its module is
-  // named or no module is named. Every module that has the parameter must use it row by row.
+  // A parameter of the head is tiled. A large parameter is tiled if its module is named, or if no
+  // module is named. Every module that has a tiled parameter must use it row by row.
   bool wanted(int p) const {
     bool head = false, mentioned = false, by_rows = !users_[p].empty();
     for (const int m : users_[p]) {

@@ -217,7 +217,7 @@ struct TiledEmbeddingFunction : torch::autograd::Function<TiledEmbeddingFunction
     return {at::Tensor(), at::Tensor(), at::Tensor()};
   }
 
-  // Returns the positions of the ids that lie in this tile, and their rows in the tile.
+  // Returns the positions of the ids that are in this tile, and the rows of these ids in the tile.
   static std::pair<at::Tensor, at::Tensor> ids_in(const at::Tensor& flat, const TiledWeight& one,
                                                   size_t tile) {
     const at::Tensor mine = flat.ge(one.first[tile]).logical_and_(flat.lt(one.first[tile + 1]));

@@ -1,8 +1,8 @@
 #pragma once
 // [Note: Tiles] A weight that is too large to be gathered at once is split by rows. Each tile is a
 // separate parameter in a separate unit; no module of the user holds it. The user's parameter
-// remains as an object without memory. The operators in tiled_operators.cpp enter and leave the
-// unit of a tile at each use. So a tied weight that is used twice is gathered twice, and its
+// remains as an object without memory. The operators in tiled_operators.cpp enter and leave a
+// tile's unit at each use. So if a tied weight is used twice, it is gathered twice, and its
 // gradient moves after each use.
 #include <ATen/core/Tensor.h>
 
@@ -39,7 +39,7 @@ class Host {
  public:
   virtual ~Host() = default;
   // The tile's parameter has its values from enter_tile() to leave_tile(), in forward and in
-  // backward. `in_backward` tells the engine what a backward leaves behind.
+  // backward. `in_backward`: the mark of this visit in the order of the backward.
   virtual void enter_tile(int unit) = 0;
   virtual void leave_tile(int unit, Mark in_backward) = 0;
   // Starts an operator's backward, which reads the weight if `uses` is true. Returns false inside
@@ -80,16 +80,16 @@ class TiledWeights {
   void gather(const std::vector<int>& units, mem::Arena& memory);
   void release(const std::vector<int>& units, bool write);
 
-  // Adds a tensor without values for each weight to `tensors`. Returns, by unit, the rows of these
-  // tensors that the unit's tile fills.
+  // Adds to `tensors` a tensor without values for each weight. For each unit, returns the rows of
+  // these tensors that the unit's tile fills.
   std::map<int, at::Tensor> whole_values(
       bool only_trainable, const at::TensorOptions& options,
       std::vector<std::pair<std::string, at::Tensor>>* tensors) const;
   // Replaces each tiled weight in `by_name` with its tiles. Throws ConfigError for a wrong shape.
   void split_rows(std::map<std::string, at::Tensor>& by_name) const;
 
-  // Ends all use; operators throw afterwards. Calling return_rows() for every tile then gives the
-  // storages of the user's parameters their own memory again.
+  // Ends all use: operators throw afterwards. Then call return_rows() for every tile, which gives
+  // the storages of the user's parameters their own memory again.
   void close();
   void return_rows(int unit);
 

@@ -63,8 +63,8 @@ class JsonWriter {
     }
   }
 
-  // Begins an arrow at the end of a line, or ends it at the end of a wait. Each end lies 1 ns
-  // inside its slice, because viewers attach an arrow to the slice that contains its timestamp.
+  // Begins an arrow at the end of a line, or ends it at the end of a wait. Viewers attach an arrow
+  // to the slice that contains its timestamp, so each end lies 1 ns inside its slice.
   void arrow(const Event& event, bool begins) {
     object(begins ? "s" : "f", "done", event.row);
     out_ += concat(",\"ts\":", at(std::max(event.begin_ns, event.end_ns - 1)),

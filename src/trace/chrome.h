@@ -22,9 +22,10 @@ std::string chrome_events(const Recorder& of, const std::vector<Event>& events,
 // Returns the whole file made of these texts. `metadata`: JSON.
 std::string chrome_trace(const std::vector<std::string>& parts, const std::string& metadata);
 
-// Called after an error. Writes the last events of this rank to a file in the folder About::folder,
-// replacing the file of an earlier error. Returns the end of a sentence ("; ...") that names the
-// path, or says why the file could not be written; "" if no folder is set. Any thread may call it.
+// Must be called after an error. Writes the last events of this rank to a file in the folder
+// About::folder, and replaces the file of an earlier error. Returns the end of a sentence (";
+// ..."), which names the path or says why the file could not be written. Returns "" if no folder is
+// set. Any thread may call it.
 std::string dump(const Recorder& of);
 
 }  // namespace penstock::trace

@@ -5,7 +5,7 @@
 // [Note: Recorder] A row is one thread that works in order (the model's thread, each lane). The
 // recorder always keeps the last events, so that an error can show what led to it. record() keeps
 // all events of the requested steps. Sums include events that were overwritten. An event costs an
-// uncontended lock and a shared text; a recorder that is switched off costs one branch.
+// uncontended lock and a shared text. If the recorder is off, an event costs one branch.
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -51,8 +51,8 @@ struct EventSum {
 
 int64_t now_ns();
 
-// The rank that the events belong to. It is set before lanes begin, except for offset_ns, which is
-// set when clocks are compared.
+// The rank to which the events belong. All members are set before lanes begin, except offset_ns,
+// which is set when clocks are compared.
 struct About {
   int rank = 0;
   std::string host;                    // shown beside the rank

@@ -1,4 +1,4 @@
-"""The options of `penstock bench`, which it passes to its ranks."""
+"""The options of `penstock bench`. The command passes them to its ranks."""
 
 from __future__ import annotations
 

@@ -100,9 +100,9 @@ def _both(products: _Products, copy: HostCopy) -> tuple[float, float]:
 def overlap(setting: Setting, seconds: float) -> dict[str, list[float]]:
     """Measures the share of a copying thread's time that does not slow down matrix products.
 
-    Let `lane` be the seconds that the thread alone needs for the bytes that it copies while the
-    products run. The products then take longer by (1 - overlap) * lane. Devices are not measured,
-    because they have separate copy engines.
+    While the products run, the thread copies some bytes. Without the products, it needs `lane`
+    seconds for these bytes. The copies then prolong the products by (1 - overlap) * lane. Devices
+    are not measured, because they have separate copy engines.
     """
     if not setting.on_host:
         return {}

@@ -39,8 +39,8 @@ def _exchanges(setting: Setting, group: Any, seconds: float) -> list[float]:
 def links(setting: Setting, seconds: float) -> dict[str, list[float]]:
     """Measures "local", inside a node, and "node", across the ranks with equal local rank.
 
-    A field is left out if one of its groups has a single rank. The back end is the one that
-    comm.backend "auto" chooses.
+    A field is left out if one of its groups has a single rank. The back end is chosen as by
+    comm.backend "auto".
     """
     ranks = setting.ranks
     if ranks.world == 1:

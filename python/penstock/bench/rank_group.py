@@ -1,4 +1,5 @@
-"""The ranks that measure, all at once, because ranks that train share cores, links and disks."""
+"""The ranks that measure. All measure at once, because in training they share cores, links and
+disks."""
 
 from __future__ import annotations
 

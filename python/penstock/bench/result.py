@@ -40,7 +40,7 @@ def _device(device: torch.device) -> str:
 
 
 def _rounded(number: float) -> float:
-    """Rounds to 4 digits, since further digits differ between runs."""
+    """Rounds to 4 digits: any further digits differ between runs."""
     return float(f"{number:.4g}")
 
 

@@ -61,7 +61,7 @@ def _another() -> str:
 def switch_on() -> list[pathlib.Path]:
     """Makes `import deepspeed` and DeepSpeed's commands use Penstock in this environment.
 
-    Returns the files that were written. Raises ConfigError, before it writes any, if DeepSpeed is
+    Returns the files that were written. Writes nothing and raises ConfigError if DeepSpeed is
     installed or a command belongs to another program.
     """
     commands, packages = _places()

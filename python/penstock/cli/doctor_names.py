@@ -1,5 +1,5 @@
-"""penstock doctor --deepspeed: finds the names of DeepSpeed that Python files use and Penstock's
-package lacks, without importing anything."""
+"""penstock doctor --deepspeed: finds names of DeepSpeed that Python files use and Penstock's
+package does not have. It imports nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DYNAMIC = "_table.attributes"  # with a second argument it adds the names of to
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What happens with a name: it works, or raises when used, or is missing; and why."""
+    """What happens with a name, and why: it works, it raises when it is used, or it is missing."""
 
     state: str
     why: str = ""
@@ -162,8 +162,8 @@ class Use:
 
 
 def uses(path: pathlib.Path, text: str) -> Iterator[tuple[Use, Verdict]]:
-    """Yields the imported names of DeepSpeed in a file, and chains of attributes that begin with
-    an imported name. Raises SyntaxError."""
+    """Yields the names of DeepSpeed that a file imports, and chains of attributes that begin with
+    such a name. Raises SyntaxError."""
     tree = ast.parse(text, str(path))
     known: dict[str, str] = {}  # name in the file -> full name
     for node in ast.walk(tree):

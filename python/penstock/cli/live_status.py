@@ -144,7 +144,7 @@ def _on_disk(board: Any) -> Any:
 
 
 def _behind(lane: Any, peer: Any) -> bool:
-    """Whether the peer has not reached the collective that the lane waits in."""
+    """Whether the peer has not reached the collective in which the lane waits."""
     theirs = next((other for other in peer.lanes if other.name == lane.name), None)
     if theirs is None:
         return True
@@ -166,8 +166,8 @@ def late(boards: Mapping[int, Any]) -> list[int]:
 
 
 def _all_wait(boards: Iterable[Any]) -> str:
-    """Describes a run whose ranks all wait. Only a long wait shows that they block each other. In a
-    healthy run all ranks may wait in one exchange for a moment."""
+    """Describes a run in which all ranks wait. In a healthy run, this may happen in an exchange for
+    a moment. Only a long wait shows that the ranks block each other."""
     seconds = min(max(float(lane.line.age_s) for lane in _waits(board)) for board in boards)
     if seconds < _LONG_S:
         return "every rank waits for another at this moment"

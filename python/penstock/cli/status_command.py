@@ -1,4 +1,4 @@
-"""penstock status: prints the position of every rank of a run, and the rank others wait for."""
+"""penstock status: prints the position of every rank of a run, and which rank others wait for."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Screen:
                 signal.signal(number, handler)
 
     def size(self) -> tuple[int, int]:
-        """Returns the columns and rows to draw on. Leaves out the last column, because terminals
-        handle it differently."""
+        """Returns the columns and rows to draw on. Leaves out the last column, which terminals do
+        not handle alike."""
         try:
             found = os.get_terminal_size(sys.stdout.fileno())
         except OSError:

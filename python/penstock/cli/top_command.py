@@ -86,7 +86,7 @@ class Watch:
         return views
 
     def ended(self) -> bool:
-        """Whether a run without an open engine cannot open another one."""
+        """Whether a run that has no open engine now cannot open a new one."""
         state = proc.field(self._pid, "State")[:1] if self._pid is not None else []
         return not self._is_launcher or state in ([], ["Z"])
 

@@ -207,8 +207,8 @@ def _style(place: Place, late: Sequence[int]) -> str:
 
 
 def _table(view: View, columns: int, rows: int) -> list[Line]:
-    """Returns a heading, one line per rank and a total. If there are too many ranks for the rows,
-    it keeps the most urgent ones."""
+    """Returns a heading, one line per rank and a total. If there are more ranks than rows, the
+    result has the most urgent ranks."""
     chosen = _chosen(view.places, columns)
 
     def line(cells: Sequence[str], phrase: str, style: str) -> Line:

@@ -2,8 +2,8 @@
 
 The user's rules have precedence. The next source is the checkpoint's `universal_checkpoint_info`,
 if its writer recorded it. The last source is the values: a tensor is whole if it is equal on all
-ranks. A cut is never guessed, since a wrong one can give the right shape: the parts of a fused
-[Q|K|V] that are joined as one matrix have their rows in the wrong order.
+ranks. A cut is never guessed, because a wrong cut can give the right shape. For example, if the
+parts of a fused [Q|K|V] are joined as one matrix, its rows are in the wrong order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MEANT = 'allowed: a dim (0, 1), "column", "column:3", "column:64,16,16", "row",
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a tensor was cut: along one dim, in which fused blocks were cut one by one."""
+    """How a tensor was cut: along one dim. If blocks are fused along this dim, each was cut
+    separately."""
 
     dim: int  # -1: not cut, each rank has the whole tensor
     count: int = 1  # number of fused blocks of equal size, or
@@ -199,7 +200,8 @@ def equal(parts: list[torch.Tensor]) -> bool:
 
 
 def telling(value: torch.Tensor) -> bool:
-    """Whether parts of this value would differ. Parts of all zeros or all ones do not."""
+    """Whether parts of this value would differ. If all elements are zero, or all are one, they
+    would not."""
     if math.prod(value.shape) <= 1:
         return value.dim() == 0  # a scalar cannot be cut
     return bool((value != value.flatten()[0]).any())

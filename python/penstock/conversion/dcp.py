@@ -176,7 +176,8 @@ def _scalars(values: dict[state_dicts.Path, Any]) -> dict[state_dicts.Path, Any]
 
 
 class _Lazy(DefaultSavePlanner):
-    """A planner that needs only shapes to plan, and reads a tensor only when it writes it."""
+    """A planner that plans with shapes only. It reads a tensor just before it writes that
+    tensor."""
 
     def __init__(self, values: dict[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Reads DeepSpeed's checkpoints: ZeRO 1, 2 and 3, and universal ones, also with model parallelism.
 
-A rank's file of optimizer states holds its parts of flat buffers. In ZeRO 1 and 2 the parameters of
-a group follow one another in one buffer, which is cut into one part per rank. In ZeRO 3 each
-parameter is cut; a rank's parts of all parameters follow one another in one or more buffers
-(sub-groups). Universal checkpoints have a folder for each parameter.
+A rank's file of optimizer states holds the rank's parts of flat buffers. In ZeRO 1 and 2, a buffer
+has the parameters of a group, one after another, and is cut into one part per rank. In ZeRO 3, each
+parameter is cut, and one or more buffers (sub-groups) have the rank's parts of all parameters, one
+after another. Universal checkpoints have a folder for each parameter.
 """
 
 from __future__ import annotations

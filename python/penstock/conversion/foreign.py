@@ -55,9 +55,9 @@ class Foreign:
         """Adds the optimizer state `key` of a parameter.
 
         Args:
-            value: a number, or a tensor with one element or as many elements as the parameter.
-            shape: the parameter's shape.
-            read: returns the tensor; `value` is then only an example with its dtype.
+            value: a number, a tensor with one element, or a tensor with as many elements as the
+            parameter. shape: the parameter's shape. read: returns the tensor; `value` is then only
+            an example with its dtype.
         """
         shape = tuple(shape)
         single = not isinstance(value, torch.Tensor) or value.dim() == 0
@@ -131,7 +131,7 @@ class Foreign:
         self.groups = [*(self.groups or []), {"options": options, "params": sorted(params)}]
 
     def take(self, what: str, value: Any) -> Any:
-        """Returns the value in its JSON form; None, with a note, if it has none."""
+        """Returns the value in its JSON form. If it has none, returns None and adds a note."""
         try:
             return encode(value, what)
         except ConfigError as error:

@@ -167,7 +167,8 @@ _RECORDS = frozenset(
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the metadata's own classes as records; allows no others but sizes, dtypes and dicts.
+    """Reads the metadata's own classes as records. Apart from these, allows only sizes, dtypes and
+    dicts.
 
     The record classes belong to one unpickler, so a pickle that changes a class has no effect
     outside that unpickler.
@@ -197,7 +198,7 @@ def load_metadata(path: pathlib.Path) -> Any:
 
     Raises:
         ConfigError: the file has an object of another class, which the error names.
-        RuntimeFault: the file is of another kind, or is damaged.
+        RuntimeFault: the file is of a different kind, or is damaged.
     """
     try:
         with open(path, "rb") as file:

@@ -93,8 +93,8 @@ def _check_alike(first: Foreign, other: Foreign) -> None:
 def add_layers(found: Foreign, layers: dict[int, Any], buffers: set[str]) -> None:
     """Adds the buffers and frozen weights in the layer files, and renames tied parameters.
 
-    DeepSpeed names tied parameters "tied_modules.KEY.weight". Here they get the name in the first
-    layer that has them, as in PipelineModule.
+    DeepSpeed names tied parameters "tied_modules.KEY.weight". Here, as in PipelineModule, such a
+    parameter has its name in the first layer that has the parameter.
 
     Args:
         layers: the layers' state_dict() by layer index.

@@ -134,7 +134,8 @@ class Batches:
 
 
 def _parts(data: Any, count: int) -> Iterable[Any]:
-    """Returns `count` parts of the data. Reads the first item of an iterator before it returns."""
+    """Returns `count` parts of the data. If the data is an iterator, reads its first item before
+    returning."""
     if not hasattr(data, "__next__"):
         return _cut(data, count)
     return itertools.chain([next(data)], _others(data, count))

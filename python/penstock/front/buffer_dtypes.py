@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-# A class with another forward may compute in other dtypes, for example in fp32.
+# A class with its own forward may compute in other dtypes, for example in fp32.
 _NORMS = {_BatchNorm.forward, _InstanceNorm.forward, SyncBatchNorm.forward}
 
 # What torch's errors about operands of different dtypes have in common.

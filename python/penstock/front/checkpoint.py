@@ -185,7 +185,7 @@ class Checkpointing:
 
         Writes `model.safetensors`, or shards of it and `model.safetensors.index.json`, with tied
         weights once, and the model's config if it is a transformers model. The call gathers one
-        unit at a time, so rank 0 holds one unit and one more tensor.
+        unit at a time, so rank 0 holds one unit and at most one additional tensor.
 
         Args:
             path: a folder, which may exist; replaces the files of an earlier export in it.

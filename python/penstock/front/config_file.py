@@ -175,7 +175,8 @@ def _given_text(config: ConfigLike) -> str:
 
 
 def finite(value: Any, key: str = "config") -> Any:
-    """Returns the value with infinities, NaN, paths and dtypes as strings, because JSON lacks them.
+    """Returns the value with infinities, NaN, paths and dtypes as strings: JSON does not have
+    these.
 
     Frameworks write `"steps_per_print": inf`. Raises ConfigError for a value that JSON lacks.
     """

@@ -33,9 +33,9 @@ class ResumableLoader:
     """A `torch.utils.data.DataLoader` with a position.
 
     All ranks follow one order of the samples, and each rank takes its part of every global batch.
-    The position counts the samples of the epoch that the loop has received, not those that workers
-    have fetched. It is the same on every rank and does not depend on the number of ranks, so a run
-    on a different number of ranks continues with the next sample.
+    The position counts samples that the loop has received in this epoch; samples that workers have
+    fetched do not count. The position is the same on every rank and does not depend on the number
+    of ranks. So a run on a different number of ranks continues with the next sample.
 
     Register the loader before `engine.save()` and `engine.load()`:
 
@@ -53,7 +53,7 @@ class ResumableLoader:
         seed: seed of the order.
         place: (part, number of parts) of a global batch for this rank. Default: (rank, world
             size). With `mesh.tensor` or `mesh.sequence`: (engine.data_rank, engine.data_size).
-        options: further arguments of DataLoader (num_workers, collate_fn, pin_memory, ...), except
+        options: other arguments of DataLoader (num_workers, collate_fn, pin_memory, ...), except
             those that choose samples.
 
     At the end of an epoch, the loader drops samples that do not fill a batch on every rank, as

@@ -38,7 +38,8 @@ def name_for(device: torch.device, wanted: str) -> str | None:
 
 class DeviceGroups:
     """Makes the groups of one engine. They are not registered with torch. Torch names a group by
-    its ranks and number, so a new group could find keys of a destroyed group in the store."""
+    its ranks and its number. So with torch's names, a new group could find keys of a destroyed
+    group in the store."""
 
     def __init__(self, name: str, timeout: datetime.timedelta) -> None:
         self._name, self._timeout = name, timeout + _LATER

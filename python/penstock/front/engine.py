@@ -159,9 +159,10 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             return self._forwards.run(model, *args, **kwargs)
 
     def uneven(self) -> Uneven:
-        """In this context ranks may call the model a different number of times, without gradients.
+        """Context in which ranks may call the model a different number of times, without gradients.
 
-        A rank that leaves first takes part in the forwards of the other ranks until all have left.
+        If a rank leaves the context early, it takes part in the forwards of the other ranks until
+        all have left.
         """
         return self._forwards.uneven()
 
@@ -200,8 +201,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     def set_backward_weight(self, weight: float) -> None:
         """Multiplies each gradient of the following backwards by `weight` (default: 1).
 
-        The weight is applied once, where a gradient enters its parameter's sum: a plain
-        `loss.backward()` then adds what `(weight * loss).backward()` would.
+        The weight is applied once, when a gradient is added to its parameter's sum. So a plain
+        `loss.backward()` adds the same gradients as `(weight * loss).backward()` without the
+        weight.
         """
         self._core.values.set_backward_weight(weight)
 
@@ -260,7 +262,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients since the last step, or zeroes them as torch would.
+        """Drops the gradients since the last step. With `set_to_none=False`, zeroes them as torch
+        would.
 
         `step()` drops the gradients that it applied, so a loop does not need this call.
         """
@@ -357,8 +360,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         of a unit.
 
         The model's own `state_dict()` makes the dict, so its overrides and hooks see full values in
-        the dict and in the modules. They run on rank 0 after the last collective, so an error in
-        them is raised on rank 0 alone.
+        the dict and in the modules. Overrides and hooks run on rank 0 after the last collective, so
+        an error in one of them is raised on rank 0 alone.
 
         Args:
             dtype: dtype of the parameters; default: float32. The call converts one unit at a time.
@@ -395,8 +398,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         parts: "engine", "libraries", "shared", "heap" (in use) and "heap_free" (freed tensors,
         whose memory malloc keeps). "engine" and "heap" overlap in small buffers. "measured" also
         has "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of
-        offloaded activations in host memory. "act" is not part of the total, because its size is
-        unknown before the first forward.
+        offloaded activations in host memory. Before the first forward the size of "act" is unknown,
+        so "act" is not part of the total.
         """
         return dict(self._core.report.ledger())
 
@@ -442,9 +445,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         """Restores the model's full parameters and frees the engine's memory. All ranks call it.
 
         Views of parameters (`state_dict()` of the model, `detach()`, `data`) stay views of them.
-        In a `finally:` it also restores the weights after an error on this rank or another, if
-        every rank calls it. These are the weights from before the failed step. If a `step()` was
-        interrupted, some weights may already be new; a RuntimeWarning reports this.
+        After an error on any rank, a call in a `finally:` restores the weights from before the
+        failed step, if every rank makes the call. If a `step()` was interrupted, some weights may
+        already be new; a RuntimeWarning reports this.
 
         ``gather=False`` drops the values, for a model larger than memory. Then reading a sharded
         parameter or a view of it raises RuntimeError.

@@ -1,7 +1,7 @@
-"""Tells the other ranks of an error that the engine raises on this rank, perhaps only here.
+"""Tells the other ranks that the engine raised an error on this rank.
 
-If all ranks make a call and the engine refuses it on one of them, that rank runs no collective, so
-the other ranks would wait in vain ([Note: Turns], src/base/turns.h).
+All ranks make a call, but the engine may refuse it on only one rank. This rank then runs no
+collective, and the other ranks would wait in vain ([Note: Turns], src/base/turns.h).
 """
 
 import atexit

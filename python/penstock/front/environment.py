@@ -198,7 +198,8 @@ def _one_process_a_node(nodes: int, node_rank: int, master: str, names: dict[str
 
 
 def _kubeflow(environ: Environ) -> Place | None:
-    """A pod. RANK is the number of the pod. It is a process's rank if a pod has one process."""
+    """A pod. RANK is the number of the pod. If a pod has only one process, this number is the
+    process's rank."""
     if "PET_NNODES" not in environ or "LOCAL_RANK" in environ:
         return None
     nodes, each = environ["PET_NNODES"], environ.get("PET_NPROC_PER_NODE", "1")
@@ -295,7 +296,7 @@ def _master(merged: dict[str, str], place: Place, told: Callable[[str], str]) ->
 
 def adopt(environ: MutableMapping[str, str] | None = None) -> bool:
     """Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the
-    scheduler's variables. Those that are already set do not change.
+    scheduler's variables. If one of them is already set, it does not change.
 
     Args:
         environ: the variables to read and fill; default: `os.environ`.

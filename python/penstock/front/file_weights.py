@@ -1,4 +1,4 @@
-"""Values of a model from safetensors files, of which each rank reads only parts."""
+"""Values of a model from safetensors files. Each rank reads only parts of the files."""
 
 import contextlib
 import dataclasses
@@ -67,8 +67,8 @@ class FileWeights:
             )
 
     def print(self) -> str:
-        """Returns a text that differs if the files of two ranks differ in size or in samples of
-        their contents."""
+        """Returns a text for comparisons between ranks. It differs if the sizes of the files
+        differ, or samples of their contents."""
         return " ".join(str(file.print()) for file in self._files)
 
 
@@ -175,8 +175,8 @@ def _names(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Filling:
     """Gives the values of files to one model, as `load_state_dict()` would.
 
-    A parameter that covers its whole storage is read later, by the rank that keeps the values.
-    Other parameters and buffers are read now.
+    If a parameter covers its whole storage, each rank later reads the values that it keeps. All
+    other parameters and buffers are read now.
 
     Args:
         weights: the files.

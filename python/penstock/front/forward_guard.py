@@ -51,8 +51,8 @@ class Hook:
 class Forward:
     """Replaces a method of a module: a call becomes `around(method, *args, **kwargs)`.
 
-    To callers it is the class's bound method. Each call finds that method anew, because the class
-    may change. See [Note: Copies by dict].
+    To callers, this object looks like the class's bound method. Each call looks that method up
+    again, because the class may change. See [Note: Copies by dict].
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Forward:
         if torch.compiler.is_exporting():  # exports a plain model
             return self._method(self._module)(*args, **kwargs)
         frame, caller = sys._getframe(1), self._module
-        # Other frames' locals are not read: before Python 3.13 that would keep them alive.
+        # Locals of other frames are not read: before Python 3.13, reading them would keep their
+        # objects alive.
         if frame.f_code.co_filename == _TORCH_MODULES:
             caller = frame.f_locals.get("self", caller)
         if caller is self._module or not self._is_copied_to(caller):
@@ -94,7 +95,8 @@ class Forward:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The function that `types.MethodType` may bind again, to this module or to another."""
+        """The function that `types.MethodType` may bind again, to this module or to a different
+        one."""
         method: Any = self._method(self._module)
 
         @functools.wraps(method.__func__)
@@ -106,8 +108,8 @@ class Forward:
         return function
 
     def remove(self) -> None:
-        """Restores the module's own method. A method that the user set over this one stays; if it
-        calls this one, this one calls the module's own."""
+        """Restores the module's own method. If the user set a method over this one, the user's
+        method stays. If that method calls this one, this one calls the module's own."""
         self._around = _alone
         if self._module.__dict__.get(self._name) is self:
             self._leave(self._module, self._had)
@@ -161,16 +163,16 @@ class Forward:
 
 # [Note: Copies by dict] Libraries copy a module with `type(module).__new__` and a copy of its
 # `__dict__`, to give the copy other parameters (learn2learn, data parallel replicas). The copy then
-# has the same `Forward` object, which belongs to the original and does not know which module was
-# called. The calling frame, which is torch's, has that module. The copy is a plain module: at its
-# first call it loses the engine's methods.
+# has the original's `Forward` object, which does not know which module was called. But the calling
+# frame, which is torch's, has this module. The copy is a plain module: at its first call it loses
+# the engine's methods.
 _TORCH_MODULES = torch.nn.Module._call_impl.__code__.co_filename
 _DICTS = (dict, OrderedDict)
 
 
 @dataclasses.dataclass
 class Pace:
-    """True inside `uneven()`, where another rank may run no forward while this rank runs one."""
+    """True inside `uneven()`. There, other ranks may run no forward while this rank runs one."""
 
     uneven: bool = False
 
@@ -197,7 +199,7 @@ class Forwards:
         self._installed.append(Forward(module, self._zero_grad, "zero_grad"))
         generate = getattr(module, "generate", None)
         if core.needs_unit_events and callable(generate):
-            # `generate` may be an inner module's, which `__getattr__` returns.
+            # `generate` may belong to an inner module and come from `__getattr__`.
             owner = getattr(generate, "__self__", module)
             owner = owner if isinstance(owner, torch.nn.Module) else module
             self._installed.append(Forward(owner, self._generate, "generate"))
@@ -263,8 +265,8 @@ class Forwards:
     def watch(self, module: torch.nn.Module, unit: int) -> None:
         """Reports a unit's begin and end when its module's forward begins and ends."""
         core = self._core
-        # The thread in which the module is called on its own, as a forward in which other units
-        # are idle; or 0.
+        # The thread in which the module is called alone (a forward in which all other units are
+        # idle), or 0.
         alone = 0
 
         def begin(*inputs: Any) -> None:

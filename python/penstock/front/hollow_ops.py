@@ -1,4 +1,5 @@
-"""Torch's operations on parameters that each rank has only a shard of, inside `penstock.init()`."""
+"""Torch's operations on parameters inside `penstock.init()`, where each rank has only a shard of
+each parameter."""
 
 import contextlib
 import weakref
@@ -41,8 +42,8 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _only_describes(func: Any) -> bool:
-    """Whether the op reads and writes no value: it returns a view of the same storage, or changes
-    the shape, the strides or the storage of its argument (t_, set_)."""
+    """Whether the op neither reads nor writes values. Such an op returns a view of the same
+    storage, or changes the shape, the strides or the storage of its argument (t_, set_)."""
     if torch.Tag.inplace_view in func.tags:
         return True
     aliases = any(result.alias_info is not None for result in func._schema.returns)
@@ -221,7 +222,8 @@ class Built:
         self.keep(param)
 
     def sweep(self) -> None:
-        """Shards what came into the modules in other ways (`module._parameters[...] = `)."""
+        """Shards parameters that came into the modules in other ways (`module._parameters[...] =
+        `)."""
         for module in list(self._modules):
             for param in module._parameters.values():
                 # The memory of a parameter that has an engine cannot be resized.

@@ -1,7 +1,7 @@
 """The model's own `state_dict()`, even if a class, an instance or a hook changes what it returns.
 
-While it runs, the modules hold other parameters: full values for `Engine.state_dict()`, and tensors
-without values to find what a checkpoint must keep besides parameters and buffers.
+While it runs, the modules hold other parameters. For `Engine.state_dict()` these are the full
+values. To find the other values that a checkpoint must keep, they are tensors without values.
 """
 
 import contextlib
@@ -204,7 +204,8 @@ def _like(param: Any, value: torch.Tensor) -> torch.nn.Parameter:
 
 def _without_values(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """Returns a tensor without values for each parameter, by its id."""
-    # Only results of these tensors lack values. An override's other tensors keep their values.
+    # Only results that come from these tensors have no values. All other tensors of an override
+    # keep their values.
     with FakeTensorMode(allow_non_fake_inputs=True):
         return {
             id(param): torch.empty(param.shape, dtype=param.dtype, device=param.device)

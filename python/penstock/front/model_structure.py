@@ -16,8 +16,8 @@ from penstock.front import module_tree
 
 
 class _Changes:
-    """Counts registrations of parameters and modules in the process. An unchanged count makes a
-    walk over the model unnecessary."""
+    """Counts registrations of parameters and modules in the process. If the count has not changed,
+    no walk over the model is necessary."""
 
     count = 0
     watching = False
@@ -54,7 +54,7 @@ class Structure:
         names: every name that a parameter has now; a tied parameter has several.
         own: each parameter's name in the engine.
         set_to_itself: called with the parameter's name when a parametrization is registered on it.
-        engine: returns the engine that trains the model, or None once it was garbage collected;
+        engine: returns the engine that trains the model, or None if it was garbage collected;
             before `initialize()` is complete and after `close()` the attribute is None.
     """
 

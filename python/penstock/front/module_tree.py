@@ -65,7 +65,7 @@ def _buffer_infos(model: torch.nn.Module, params: Mapping[torch.Tensor, int]) ->
 def modules_of(
     model: torch.nn.Module, repeats: bool = False
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yields the modules by name in pre-order, each once, or under every name with `repeats`.
+    """Yields the modules by name in pre-order: each once or, with `repeats`, under every name.
 
     See [Note: Overridden walks].
     """
@@ -88,7 +88,7 @@ def _modules_below(
 def params_of(
     model: torch.nn.Module, repeats: bool = False
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters by name, each once, or under every name with `repeats`."""
+    """Yields the parameters by name: each once or, with `repeats`, under every name."""
     seen: set[int] = set()
     for path, module in modules_of(model, repeats):
         for key, param in module._parameters.items():
@@ -147,7 +147,8 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
     """Returns the module on which the hooks of the unit `name` go.
 
-    Compiled code runs no hooks of the layers inside it, so hooks go around the compiled module.
+    Compiled code does not run the hooks of layers inside it, so hooks go around the compiled
+    module.
     """
     # The OptimizedModule of torch.compile() holds the module: hooks go around both.
     outer = submodule(model, name.removesuffix("._orig_mod"))

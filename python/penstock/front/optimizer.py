@@ -80,8 +80,8 @@ def _kernels() -> str:
 def prepare(
     given: Any, model: torch.nn.Module, config: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer | None, dict[str, Any]]:
-    """Returns the optimizer passed to `initialize()`, and the config, which has the optimizer's
-    settings if a kernel computes its update.
+    """Returns the optimizer passed to `initialize()`, and the config. If a kernel computes the
+    optimizer's update, the config has the optimizer's settings.
 
     The optimizer is None if it comes from the config. Raises ConfigError if it cannot be used.
     """
@@ -184,7 +184,7 @@ def build(
 ) -> torch.optim.Optimizer:
     """Builds the torch optimizer of a config's `optimizer` section for parameters or groups.
 
-    Allocates no state. Some torch classes would allocate it in their constructor.
+    Allocates no state, although the constructors of some torch classes would.
 
     Args:
         kind: another registered class of the same update; default: torch's own.
@@ -195,7 +195,8 @@ def build(
     takes = inspect.signature(make.__init__).parameters if kind else keys
     options = {key: getattr(section, key) for key in keys if key in takes} | dict(more or {})
     made: Any = make.__new__(make)
-    # torch's own method imports torch's compiler (66 MiB), to exclude itself from compiled code.
+    # torch's own method would import torch's compiler (66 MiB), only to exclude itself from
+    # compiled code.
     made.add_param_group = types.MethodType(inspect.unwrap(make.add_param_group), made)
     made.__init__([torch.nn.Parameter(torch.zeros(1))], **options)
     made.state.clear()
@@ -239,7 +240,7 @@ def _check_fresh(optimizer: torch.optim.Optimizer, uncounted: int) -> None:
     `uncounted`: the steps of a state without a count. 0 for an optimizer that computes in Python,
     whose state a trial has checked.
     """
-    # Some optimizers (Adagrad) make their state in the constructor, with step 0.
+    # The constructors of some optimizers (Adagrad) make the state, with step 0.
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     # With dampening, torch's first step from zeros is not that of a new optimizer.
     dampens = uncounted and any(g.get("dampening") for g in optimizer.param_groups)
@@ -330,7 +331,8 @@ def options_text(optimizer: torch.optim.Optimizer) -> str:
 
 
 class _State(defaultdict[Any, Any]):
-    """Replaces the state of an optimizer whose update the engine computes. Any access raises."""
+    """Takes the place of an optimizer's state if the engine computes the update. Any access raises
+    an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeFault(

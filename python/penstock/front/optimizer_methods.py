@@ -3,11 +3,11 @@
 [Note: Methods outside step()] Such a method (`eval()` of schedule-free optimizers, `backup()` of a
 Lookahead) may write weights, which rest in this rank's shards. The engine runs it on the shards and
 publishes the weights at once, on all ranks. It first runs the same call on a twin: a small
-optimizer of the same class that has taken the same steps and calls, and whose values are equal on
-all ranks. So all ranks decide alike, before anything changes, whether the call touches weights
-(then it is a collective) and whether it works on shards (else it is refused). Each step, too, is
-first taken on the twin and its slices, because a rule that is elementwise in the trial of
-initialize() may change later.
+optimizer of the same class that has taken the same steps and calls. The twin's values are equal on
+all ranks, so before anything changes, all ranks make the same two decisions. If the call touches
+weights, it is a collective; if it does not work on shards, it is refused. Each step, too, is first
+taken on the twin and its slices: a rule may be elementwise in the trial of initialize() and change
+later.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class _Twin:
         )
 
     def _stepped(self) -> tuple[Optimizer, bool]:
-        """Returns the twin after a step, and whether its slices have the same values then."""
+        """Takes a step on a copy of the twin. Returns the copy, and whether its slices have the
+        same values."""
         whole, parts, gradients = trial.same_as(self._twin), trial.halves(self._twin), []
         for gradient in self._gradients():
             slices = trial.cut(gradient, trial.CUT)

@@ -1,10 +1,10 @@
 """Copies of an optimizer on a small parameter, which show what its methods do.
 
-An optimizer that computes in Python works on slices of parameters, so each of its updates must give
-a slice the values that it gives the whole parameter. A trial runs the same method on small
-parameters and on their slices, each with an optimizer of its own, and compares all values. A trial
-has a small parameter for each group, each number of dims and each kind of attributes that occur,
-because an optimizer may treat these differently.
+An optimizer that computes in Python works on slices of parameters. So an update of a slice must
+give the values that an update of the whole parameter gives there. A trial runs the same method on
+small parameters and on their slices, with a separate optimizer for each, and compares all values.
+An optimizer may treat parameters differently by group, number of dims or kind of attributes, so a
+trial has a small parameter for each of these that occurs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CUT = 11  # first element of the second half
 _ALWAYS_TRIED = (
     2,
     4,
-)  # numbers of dims, so that most optimizers are refused for all models or none
+)  # numbers of dims; with these, most optimizers are refused for all models or for none
 _FEW_GROUPS = 8  # up to this number, all groups are tried; above it, one of each kind
 _MANY_KINDS = 32
 # The size of each step's gradient; 0: nearly orthogonal to the parameter. Some optimizers clip a
-# gradient, or project it if it is orthogonal.
+# gradient, and some project an orthogonal one.
 _GRADIENTS = (1.0, 1.0, 0.0, 1.0, 1e-3, 1.0, 1.0, 0.0, 1.0, 1e3, 1.0, 1.0)
 STEPS = len(_GRADIENTS)
 _SCALES = (1.0, 1e-3)  # of the parameter: small values show small updates
@@ -223,8 +223,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def fresh_state(optimizer: Optimizer, param: torch.Tensor, owner: torch.Tensor) -> dict[str, Any]:
-    """Returns the state that some optimizers (Adagrad) make in the constructor, for `param`, which
-    takes the place of the model's parameter `owner` and may be on another device."""
+    """Returns the state that constructors such as Adagrad's make, for `param`. `param` takes the
+    place of the model's parameter `owner` and may be on a different device."""
     made: dict[str, Any] = {}
     for key, value in optimizer.state.get(owner, {}).items():
         if _per_element(optimizer, key, owner):
@@ -455,8 +455,8 @@ def _attached(probe: Optimizer) -> Any:
 def check_elementwise(optimizer: Optimizer, others: str) -> None:
     """Raises ConfigError unless the optimizer updates slices of a parameter like the whole.
 
-    Steps on small parameters and on their flat slices must give the same values, within rtol 1e-6
-    and 1e-5 of the largest change. `others` names the optimizers to use instead.
+    A step on small parameters must give the same values as steps on their flat slices, within rtol
+    1e-6 and 1e-5 of the largest change. `others` names the optimizers to use instead.
     """
     problem = ""
     _check_state(optimizer)
@@ -507,8 +507,8 @@ def _shrunk(shape: torch.Size) -> torch.Size:
 def check_sizes(optimizer: Optimizer, num_shards: int, others: str) -> None:
     """Raises ConfigError if the optimizer's rule depends on the shape or size of a parameter.
 
-    Compares parameters of the shapes that occur with their shards, which are flat and `num_shards`
-    times smaller.
+    Compares parameters of the shapes that occur with their shards. The shards are flat and
+    `num_shards` times smaller.
     """
     found: dict[torch.Size, dict[Hashable, Sample]] = defaultdict(dict)
     for index, kind, p in _sorted_params(optimizer):

@@ -22,8 +22,8 @@ _LONGEST_S = 1e9  # the largest allowed value of comm.timeout_s
 
 
 class _Meetings:
-    """The meetings of groups that share memory. All ranks make the same groups, so the numbers of
-    their meetings, which are part of the keys in the store, match."""
+    """The meetings of groups that share memory. The number of a meeting is part of its keys in the
+    store. All ranks make the same groups, so these numbers match."""
 
     number = 0  # of the next meeting
 
@@ -55,9 +55,9 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
 class Ranks:
     """An engine's own group over all ranks.
 
-    It uses shared memory if all ranks are on one host, else two gloo process groups, one per
-    direction. A single rank needs neither. `close()` frees the groups, as does the deletion of this
-    object and the group.
+    It uses shared memory if all ranks are on one host; otherwise it uses two gloo process groups,
+    one per direction. A single rank needs neither. `close()` frees the groups; so does the deletion
+    of this object and the group.
 
     Args:
         timeout_s: seconds until a wait for a peer fails.

@@ -20,7 +20,7 @@ from penstock.front.forward_guard import Forward
 
 
 class _Buffers:
-    """Copies, made before a forward, of the buffers that it changes: batch norm's statistics.
+    """Copies of buffers that a forward changes (batch norm's statistics), made before that forward.
 
     The recomputed forward reads and changes these copies. So it computes the same values, and the
     module's own buffers change once.
@@ -56,10 +56,10 @@ class _Buffers:
 
 
 class _Objects:
-    """The states that objects among a forward's arguments (a key-value cache) had before it.
+    """The states before a forward of objects among its arguments (a key-value cache).
 
-    The objects have these states while the forward is recomputed. A tensor in them that the forward
-    wrote to in place cannot be restored.
+    The objects have these states while the forward is recomputed. If the forward wrote in place to
+    a tensor in an object, the tensor cannot be restored.
     """
 
     def __init__(self, unit: str, arguments: Any) -> None:
@@ -184,13 +184,14 @@ def _set_fields(fields: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         place.update(values)
 
 
-# Getters and setters of other generators' states, which are restored for a recomputation.
+# Getters and setters for the states of other generators. These states are restored for a
+# recomputation.
 GENERATORS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
 
 
 class _RandomStates:
-    """The states, before a forward, of the random generators that torch does not restore: those
-    of `random` and `numpy.random`, generators in the fields of modules, and GENERATORS."""
+    """The states before a forward of random generators that torch does not restore. These are
+    `random`, `numpy.random`, generators in the fields of modules, and GENERATORS."""
 
     def __init__(self, values: Iterator[Any]) -> None:
         numpy: Any = sys.modules.get("numpy.random")

@@ -1,8 +1,8 @@
 """Registers the back end "penstock" with torch.distributed, without importing torch.
 
-`import penstock` must be enough for `init_process_group("penstock")`, and it must not import torch,
-because that import takes longer than most commands. So the registration waits until something
-imports torch.distributed.
+`import penstock` must be enough for `init_process_group("penstock")`. But it must not import torch,
+because the import of torch takes longer than most commands. So the registration waits until
+something imports torch.distributed.
 """
 
 from __future__ import annotations

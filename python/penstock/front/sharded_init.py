@@ -20,10 +20,11 @@ from penstock.front import (
 from penstock.front.hollow_ops import Assignments, Built, Ops
 
 
-# [Note: Init by agreement] Ranks free the parameters of a dropped model at different times, because
-# each rank's garbage collector decides when. So what a rank still holds may affect only that
-# rank's memory and files. The ranks connect and disconnect together: every outermost init() makes a
-# new group, and initialize() closes it if the ranks agree that no parameter waits on any rank.
+# [Note: Init by agreement] Each rank's garbage collector decides when the rank frees the parameters
+# of a dropped model, so the ranks do this at different times. The parameters that a rank still
+# holds may therefore affect only the memory and files of that rank. The ranks connect and
+# disconnect together: every outermost init() makes a new group, and initialize() closes the group
+# if the ranks agree that no parameter waits on any rank.
 @dataclasses.dataclass
 class _Store:
     held: Any  # the parameters that have no engine yet
@@ -115,14 +116,15 @@ def _connect(timeout_s: float) -> Any:
 
 
 def shard(param: torch.Tensor) -> None:
-    """Keeps only this rank's shard of a parameter, where the innermost open context puts shards."""
+    """Keeps only this rank's shard of a parameter, in the place that the innermost open context
+    gives."""
     held = waiting()
     if not held.holds(param) and param.numel() > 0:
         held.hollow(param, *_open[-1].place())
 
 
-# copy.deepcopy() of a module copies its parameters with these methods. The copy of a parameter that
-# is sharded here is sharded as well, inside of a context and outside: each rank copies its shard.
+# copy.deepcopy() of a module copies its parameters with these methods. If a parameter is sharded
+# here, its copy is sharded as well, inside a context and outside: each rank copies its shard.
 _deepcopy_parameter: Callable[..., Any] = torch.nn.Parameter.__deepcopy__
 _deepcopy_tensor: Callable[..., Any] = torch.Tensor.__deepcopy__
 
@@ -176,7 +178,7 @@ def _same_generators(held: Any, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _filled(context: _Context, held: Any, strict: bool) -> Iterator[None]:
-    """At the end of the context, gives the model that was built in it the values of the files."""
+    """At the end of the context, the model that was built in it gets the values of the files."""
     weights, seen = context.weights, context.seen
     if weights is None or seen is None:
         yield
@@ -247,8 +249,8 @@ def init(
     outside of the context raises an error. `penstock.initialize()` takes the parameters over.
 
     All ranks build the same model, from the random state of rank 0. Buffers stay whole.
-    `copy.deepcopy` of such a parameter gives a sharded copy, here and later. A parameter that is
-    dropped frees its shard, on each rank when that rank collects it.
+    `copy.deepcopy` of such a parameter gives a sharded copy, here and later. If a parameter is
+    dropped, each rank frees its shard when it collects the parameter.
 
     Args:
         timeout_s: seconds until a wait for a peer fails; default: as for `comm.timeout_s`.

@@ -1,7 +1,7 @@
 """Makes torch's `is_shared()` raise an error for a storage that may not be read.
 
 Parameters outside of their unit's forward have such storages, and torch's own function would end
-the process. Importing this module replaces it.
+the process. An import of this module replaces that function.
 """
 
 import torch

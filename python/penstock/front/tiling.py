@@ -67,7 +67,8 @@ def _hooked(weight: Any) -> bool:
         return False
     with torch.enable_grad():
         node = weight.expand_as(weight).grad_fn.next_functions[0][0]
-    # torch does not list a node's hooks, but a new hook shows the dict that holds all of them.
+    # torch does not list a node's hooks. But if a hook is added, it shows the dict that has all of
+    # them.
     for register in (node.register_hook, node.register_prehook):
         handle = register(_nothing)
         hooks = handle.hooks_dict_ref()
@@ -92,8 +93,8 @@ def _of_hook(label: str) -> str:
 def _without_hooks(
     module: Any, label: str, own: Callable[..., Any], inner: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs the tiled forward. Raises RuntimeFault if the weight got a hook after initialize(); in
-    the backward if it got one after the forward."""
+    """Runs the tiled forward. Raises RuntimeFault if the weight got a hook after initialize(). If
+    the hook came after the forward, the backward raises the error."""
 
     def check(call: str) -> None:
         if _hooked(module.weight):

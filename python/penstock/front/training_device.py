@@ -13,10 +13,10 @@ DeviceLike = torch.device | str | None
 
 
 def resolved(device: DeviceLike, call: str) -> torch.device:
-    """Returns this rank's device of that kind, with an index unless it is the CPU.
+    """Returns this rank's device of that kind. Unless it is the CPU, the result has an index.
 
-    Without an index it is the only device of the process, or torch's current one, or the one with
-    the number LOCAL_RANK if torch's current one is the first.
+    If `device` has no index, the result is torch's current device or, if that is device 0, the
+    device with the number LOCAL_RANK (modulo the number of devices).
 
     Args:
         device: "cuda", "cuda:1", "cpu", or None for the machine's accelerator, if it has one.

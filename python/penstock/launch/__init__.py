@@ -1,4 +1,4 @@
-"""Starts the ranks of a run, on this machine or on several, and guarantees that none outlives it.
+"""Starts the ranks of a run, on one machine or on several. No rank outlives the launcher.
 
 `launch` runs this node's ranks; `remote` starts a `penstock run` on each node, or one task per rank
 through MPI or Slurm; `command` is the command line of both.

@@ -51,8 +51,8 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def list_of_numbers(text: str) -> str:
-    """Returns the text of a list. Raises argparse.ArgumentTypeError if it is empty: an empty list
-    comes from an unset variable, and would be mistaken for an option that was not given."""
+    """Returns the text of a list. Raises argparse.ArgumentTypeError if the list is empty: it then
+    comes from an unset variable, and would look like an option that was not given."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the list is empty; give numbers, or drop the option")
     return text

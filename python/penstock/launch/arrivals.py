@@ -92,9 +92,10 @@ def _names(ranks: Sequence[Arrival]) -> str:
 
 
 def sentence(arrivals: Sequence[Arrival]) -> str:
-    """Returns which ranks wait for which, for ranks of one store; "" if none waits on this machine.
+    """Returns a sentence for the ranks of one store: which ranks wait for which. Returns "" if no
+    rank waits on this machine.
 
-    A rank that waits has connected to the store, while another rank has not.
+    A rank waits if it has connected to the store and some other rank has not.
     """
     there = [one for one in arrivals if one.connected]
     missing = [one for one in arrivals if not one.connected]

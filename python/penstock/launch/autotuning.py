@@ -1,6 +1,6 @@
 """`deepspeed --autotuning`: measures short runs of a script with different configs.
 
-The planner orders ZeRO stages and offload choices by predicted step time; the best few are run with
+The planner orders ZeRO stages and offload choices by predicted step time. The best few are run with
 several micro-batch sizes. A run ends after a few steps, which rank 0 times (`after_step`). Files
 and folders have DeepSpeed's names.
 """
@@ -79,7 +79,8 @@ class Settings:
 
 
 def _place_of_config(words: list[str]) -> tuple[int, str]:
-    """Returns the index of the word with the config, and the part of it before the config."""
+    """Returns the index of the word with the config, and the part of this word before the
+    config."""
     for index, word in enumerate(words):
         flag, equals, _ = word.partition("=")
         if flag in ("--deepspeed_config", "--deepspeed") and equals:

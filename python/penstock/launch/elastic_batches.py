@@ -1,6 +1,6 @@
-"""Computes the batch size of a DeepSpeed config's section "elasticity": of the sizes up to
-`max_train_batch_size`, the one that fits the most numbers of devices with a micro-batch size from a
-list."""
+"""Computes the batch size of a DeepSpeed config's section "elasticity". A size fits a number of
+devices if it is divisible by this number times a micro-batch size of the list. The result is the
+size up to `max_train_batch_size` that fits the most numbers of devices."""
 
 from __future__ import annotations
 

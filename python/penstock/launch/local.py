@@ -1,7 +1,7 @@
 """Starts the ranks of a run on one node.
 
-The launcher on node 0 also hosts the rendezvous store. The store therefore outlives rank 0, and
-its port is known before the ranks start. Must be called from the main thread.
+The launcher on node 0 also hosts the rendezvous store. So the store outlives rank 0, and its port
+is known before the ranks start. Must be called from the main thread.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ class Task:
     stdout: str = "inherit"
     pipe_stderr: bool = True  # stderr is copied; else it is the launcher's stderr
     prefix_stdout: bytes = b""  # precedes each copied line of stdout
-    log: str = ""  # file that both streams are written to instead
-    # The process gets an open stdin and must end when it closes. The launcher closes it to stop the
-    # process; the launcher's death closes it, too.
+    log: str = ""  # file to which both streams are written instead
+    # The process gets an open stdin and must end when it closes. The launcher closes stdin to stop
+    # the process; the launcher's death also closes it.
     ends_with_stdin: bool = False
     death_signal: signal.Signals = signal.SIGKILL
     local_rank_at: int = 0
@@ -95,7 +95,8 @@ def bootstrap(death_signal: int, local_rank_at: int, cores: Sequence[Slots]) -> 
 class Child:
     """A running task.
 
-    Only the main thread signals and reaps it, so its process id cannot belong to another process.
+    Only the main thread signals and reaps the process, so its id cannot belong to a different
+    process.
     """
 
     def __init__(self, task: Task):

@@ -26,10 +26,10 @@ _OF_THE_LAUNCHER = 255  # ssh's own exit code
 _TASK_OF_SRUN = re.compile(
     r"^srun: error: [^:]+: tasks? [^:]+: (?:Exited with exit code (?P<code>\d+)|(?P<signal>[^(]+))"
 )
-# pdsh, mpirun and srun end their ranks on SIGTERM but not when they are killed, and mpirun fails to
-# if a second SIGTERM follows soon. When the launcher dies, the kernel sends one death signal per
-# launcher thread. This guard process runs in between. It passes on only the first SIGTERM, and its
-# own death sends one SIGTERM.
+# On SIGTERM, pdsh, mpirun and srun end their ranks. They do not end them when they are killed.
+# mpirun also does not end them if a second SIGTERM follows soon. When the launcher dies, the kernel
+# sends one death signal for each launcher thread. So this guard process runs in between. It passes
+# on only the first SIGTERM, and its own death sends one SIGTERM.
 _GUARD = """
 import ctypes, os, signal, subprocess, sys
 guard, told = os.getpid(), []
@@ -107,8 +107,9 @@ def _is_known(host: str, *, alone: bool) -> bool:
 def master_address(job: Job) -> str:
     """Returns an address of the first node that the other nodes can use.
 
-    This is the node's name. If only ssh knows that name, or it is a loopback address, the result is
-    the first address that `hostname -I` prints there. Raises RuntimeError if that prints none.
+    This is the node's name. But if only ssh knows the name, or it means a loopback address, the
+    result is the first address that `hostname -I` prints on the node. Raises RuntimeError if it
+    prints no address.
     """
     name = job.nodes[0].name
     host = name.rpartition("@")[2]
@@ -135,8 +136,8 @@ def _tasks(job: Job, launcher: str, vectors: Sequence[Sequence[str]]) -> list[Ta
     backend = BACKENDS[launcher]
     if not backend.ends_with_stdin:
         argv = [sys.executable, "-I", "-S", "-c", _GUARD, *vectors[0]]
-        # mpirun keeps the launcher's stderr, since a pipe would break when the launcher dies.
-        # srun's stderr is copied, since it names the task that failed first.
+        # mpirun keeps the launcher's stderr, because a pipe would break when the launcher dies.
+        # srun's stderr is copied, because srun names the task that failed first there.
         copied, end = launcher == "slurm", signal.SIGTERM
         return [Task(launcher, argv, os.environ, pipe_stderr=copied, death_signal=end)]
     tasks = []

@@ -77,7 +77,7 @@ class Meeting:
         return None
 
     def close(self) -> None:
-        """Ends this node's part. On node 0 it waits until the other nodes have ended.
+        """Ends this node's part. On node 0, the call waits until the other nodes have ended.
 
         The store stays open for that time, at most `grace_s` (at least one second).
         """

@@ -38,7 +38,7 @@ class Patience:
 
     grace_s: float  # time to end by themselves after a child failed
     kill_s: float = 5.0  # time from SIGTERM to SIGKILL after a failure
-    num_lost: int = 0  # number of children that may fail while the others go on
+    num_lost: int = 0  # number of children that may fail while the other children go on
 
     @property
     def stop_s(self) -> float:
@@ -119,7 +119,8 @@ def supervise(
     patience: Patience,
     on_failure: Callable[[Child], None] = lambda child: None,
 ) -> Outcome:
-    """Waits for all children. A failure, here or on another node, or a signal ends the others."""
+    """Waits for all children. A failure (here or on a different node) or a signal ends the other
+    children."""
     run = _Supervisor(children, patience, on_failure)
     while run.alive:
         try:

@@ -282,8 +282,8 @@ class MonitorMaster:
         except BaseException:
             self.close()
             raise
-        # DeepSpeed scripts do not close their monitors. This is registered after the libraries'
-        # own exit handlers, so it runs before them.
+        # DeepSpeed scripts do not close their monitors. This handler is registered after the
+        # libraries' own exit handlers, so it runs before them.
         atexit.register(self.close)
 
     def write_events(self, event_list: Iterable[Event]) -> None:
@@ -312,7 +312,7 @@ class MonitorMaster:
 
 
 def _kept(name: str, value: Any, samples: int, *time_s: float) -> Event:
-    """Returns the event with its current value, since the tensor may change before the write."""
+    """Returns the event with its current value: the tensor may change before the write."""
     return name, value.item() if isinstance(value, torch.Tensor) else value, samples, time_s[0]
 
 

@@ -137,7 +137,8 @@ class CommsLogger:
         }
 
     def _waits(self, name: str) -> dict[int, dict[str, Any]]:
-        """Splits times into the shortest one of all ranks and the rest. All ranks call it."""
+        """Splits times into two parts: the shortest time of all ranks, and the excess over it. All
+        ranks call it."""
         found = {}
         for size, (count, times, *_) in sorted(self.comms_dict[name].items()):
             own = torch.tensor(times)

@@ -86,7 +86,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch excludes the mode from compiled code. Doing so imports torch's compiler."""
+        """Whether torch excludes the mode from compiled code. If it does, torch's compiler is
+        imported."""
         return False
 
     @property
@@ -120,7 +121,7 @@ class _Excluded(Counter):  # type: ignore[no-untyped-call]
 def counter(unit: Callable[[], int] | None = None) -> Counter:
     """Returns a Counter that imports torch's compiler (66 MiB) only if the process has it already.
 
-    Without the compiler there is no compiled code from which the counter must be excluded.
+    Without the compiler there is no compiled code, so the counter need not be excluded from any.
     """
     return _Excluded(unit) if "torch._dynamo" in sys.modules else Counter(unit)
 

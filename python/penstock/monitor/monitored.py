@@ -91,9 +91,10 @@ class Monitored:
     def on_step(self, call: Callable[[Row], None]) -> None:
         """Calls `call(metrics)` after each `monitor.every`-th applied step, on another thread.
 
-        Any rank may register a callback; it runs on that rank only. If it raises, one warning is
-        issued and it is not called again. `close()` and the end of the process wait for its last
-        call. It runs concurrently with training, so it must not call collective functions.
+        Any rank may register a callback; it runs on that rank only. If a callback raises, one
+        warning is issued and the callback is not called again. `close()` and the end of the process
+        wait for its last call. A callback runs concurrently with training, so it must not call
+        collective functions.
 
         Raises:
             ConfigError: `call` is not callable.

@@ -35,7 +35,8 @@ class Line:
 
 
 def _own(slices: Sequence[Event]) -> Iterable[tuple[Event, float]]:
-    """Yields each slice of one thread with its own time: its duration minus that of slices inside.
+    """Yields each slice of one thread with its own time: its duration minus the durations of slices
+    inside.
 
     Slices must be nested or disjoint.
     """

@@ -1,10 +1,10 @@
 """Adds the events of torch's profiler to a rank's timeline.
 
 [Note: The profiler's clock] The timeline uses CLOCK_MONOTONIC. The profiler uses its own clock,
-derived from the processor's. A mark is a profiler event with CLOCK_MONOTONIC readings right before
-and after both of its ends, so each end bounds the difference of the clocks from both sides. A mark
-is taken before the first step and after the last. Events between the marks are shifted by the
-linear interpolation of the two differences.
+derived from the processor's. A mark is a profiler event with readings of CLOCK_MONOTONIC right
+before and right after each of its ends. So each end bounds the difference of the clocks from both
+sides. One mark is taken before the first step, and one after the last step. Events between the
+marks are shifted by the linear interpolation of the two differences.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def longest(events: Sequence[Any], most: int) -> Sequence[Any]:
 def rows_of(events: Iterable[Seen]) -> list[tuple[str, list[Seen]]]:
     """Sorts events into named rows: threads by their first event, then streams by number.
 
-    Slices in one row are nested or disjoint. Slices that overlap partly get another row.
+    Slices in one row are nested or disjoint. If two slices overlap only partly, the later one gets
+    a separate row.
     """
     by_row: dict[tuple[str, int, int], list[Seen]] = collections.defaultdict(list)
     for event in sorted(events, key=lambda one: (one.begin_ns, -one.end_ns)):

@@ -1,4 +1,5 @@
-"""Lazy logits: computed when an op needs them, and never in full for a cross-entropy.
+"""Lazy logits. They are computed when an op needs them; for a cross-entropy, they are never
+computed in full.
 
 The head returns a LazyLogits if `tiling.loss_tokens` or `parallel.cut_logits` is set. A LazyLogits
 has the shape and dtype of the logits, and holds their input: hidden states, or this rank's part of
@@ -207,7 +208,7 @@ _WRITING = {
 
 
 def with_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or for lazy logits `hidden`, which receives their gradient."""
+    """Returns the tensor. For lazy logits, returns `hidden`, which receives their gradient."""
     return tensor.hidden if isinstance(tensor, LazyLogits) else tensor
 
 
@@ -215,7 +216,7 @@ _Lazy = LazyLogits | None  # None: the op needs the full logits
 
 
 def _rearranged(func: Any) -> Callable[..., _Lazy]:
-    """Handles ops that keep the order of elements, if they also keep the last dim (the classes)."""
+    """Handles ops that keep the order of elements and the last dim (the classes)."""
 
     def handle(logits: LazyLogits, *args: Any, **kwargs: Any) -> _Lazy:
         classes = logits.head.num_classes

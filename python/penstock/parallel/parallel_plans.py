@@ -231,7 +231,7 @@ def _check_heads(config: Any, tensor: int, shared: bool) -> int:
 
 
 def _with_both_embeddings(model: torch.nn.Module, rules: Rules) -> Rules:
-    """Drops the rules of embedding or head if they share a weight and only one of them is cut."""
+    """If embedding and head share a weight and only one of them is cut, drops its rules."""
     first, last = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
     if not first or not last:
         return rules

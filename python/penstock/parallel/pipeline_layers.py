@@ -80,16 +80,16 @@ class TiedLayer(nn.Module):
 
 
 def balanced(weights: Sequence[float], may_begin: Sequence[bool], num_parts: int) -> list[int]:
-    """Cuts items into runs of about equal weight: the sum of the runs' squared weights is minimal.
+    """Cuts a list into pieces of about equal weight: the sum of the pieces' squared weights is
+    minimal.
 
     Args:
-        weights: the weight of each item.
-        may_begin: for each item, whether a run other than the first may begin with it.
-        num_parts: number of runs; each has at least one item.
+        weights: the weight of each item. may_begin: for each item, whether a piece other than the
+        first may begin with it. num_parts: number of pieces; each has at least one item.
 
     Returns:
-        num_parts + 1 bounds, from 0 to len(weights); [] if too few items may begin a run. Among
-        equal results earlier runs are longer.
+        num_parts + 1 bounds, from 0 to len(weights); [] if too few items may begin a piece. If
+        several results are equal, the one with longer earlier pieces is used.
     """
     before = [0.0]
     for weight in weights:
@@ -296,8 +296,8 @@ class PipelineLayers(nn.Module):
         return inputs
 
     def pipeline_entry(self, inputs: Any) -> tuple[int, Any]:
-        """Returns the first layer of a forward and its inputs. An engine replaces this method, to
-        begin with the first layer of a stage."""
+        """Returns the first layer of a forward and its inputs. An engine replaces this method, so
+        that a forward begins with the first layer of a stage."""
         return 0, inputs
 
     def _before_layer(self, index: int) -> None:

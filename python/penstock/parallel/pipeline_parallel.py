@@ -334,8 +334,8 @@ class PipelineParallel:
         return Handed(json.dumps(told).encode(), [one for one in tensors])
 
     def _take(self, running: _Running, name: str, given: Any) -> None:
-        """Gives the arguments of the stage's first module the values that the previous stage sent.
-        Raises RuntimeFault if the previous stage ended at another module."""
+        """Puts the values that the previous stage sent into the arguments of the stage's first
+        module. Raises RuntimeFault if the previous stage ended at a different module."""
         assert running.given is not None
         told = json.loads(running.given.text)
         tensors, left = module_tree.take_out(given)
@@ -350,7 +350,7 @@ class PipelineParallel:
         for one, value, has_gradient in zip(
             tensors, running.given.tensors, told["grads"], strict=True
         ):
-            # A tensor that is not a stand-in was also computed on this rank, from the batch.
+            # If a tensor is not a stand-in, this rank also computed it, from the batch.
             if not isinstance(one, Absent) or not is_absent(one):
                 running.leaves.append(None)
                 continue
@@ -423,7 +423,8 @@ class PipelineParallel:
 
 
 def _seed(running: _Running) -> None:
-    """From here on each stage draws its own random numbers. Up to here all draw the same."""
+    """Up to here, all stages draw the same random numbers. From here on, each stage draws its
+    own."""
     if not running.seeded:
         running.seeded = True
         torch.default_generator.manual_seed(running.micro.seed + running.stage)
@@ -467,7 +468,7 @@ def _check_saves(module: nn.Module, name: str, stage: int) -> None:
 
 class _without_values:  # noqa: N801 - a context
     """Replaces a module's parameters and buffers by stand-ins. On exit, restores all attributes
-    that the module set and collects those with stand-ins in `aside`."""
+    that the module set. Attributes with stand-ins are collected in `aside`."""
 
     def __init__(self, module: nn.Module, aside: list[tuple[Any, str, _Template]]) -> None:
         self._module, self._aside = module, aside

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock.front import module_tree
 from penstock.parallel.lazy_logits import LazyLogits
 
-# Allowed relative differences. Low precision hides what a rule does to scores of attention, which
-# are small in a new model, so runs compute in fp32 if the module can.
+# Allowed relative differences. In a new model, scores of attention are small, and low precision
+# would hide the effect of a rule on them. So runs compute in fp32 if the module can.
 _ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _LOW = (torch.float16, torch.bfloat16)
-# A gradient can be zero except for rounding (the bias of keys). So a difference is divided by at
-# least this part of the largest gradient.
+# A gradient can be zero except for rounding (the bias of keys). So a difference is divided by the
+# gradient or by this part of the largest gradient, whichever is larger.
 _FLOOR = 0.1
 _PIECE = 1 << 18  # elements that are compared at a time
 _MODULE = frozenset(vars(torch.nn.Module()))  # attributes of torch's own
@@ -409,8 +409,9 @@ def _copy(value: torch.Tensor, wide: bool) -> torch.Tensor:
 
 
 def _leaves(tensors: list[torch.Tensor], grads: bool, wide: bool) -> list[torch.Tensor]:
-    """Returns copies of the arguments. Those that have gradients in the forward have them here; if
-    the forward is without gradients (reentrant checkpointing), the first floating one has."""
+    """Returns copies of the arguments. If an argument has a gradient in the forward, its copy has
+    one. If the forward is without gradients (reentrant checkpointing), only the first floating copy
+    has one."""
     leaves = [_copy(one.detach(), wide) for one in tensors]
     floating = [i for i, one in enumerate(leaves) if one.is_floating_point()]
     wanted = [i for i in floating if tensors[i].requires_grad]

@@ -1,15 +1,15 @@
 """Checks once that a module with cut layers computes what the uncut module computes.
 
 [Note: Checked rules] A rule can be wrong without an error: a softmax over a cut dim, a norm over a
-part of the features, heads that are not divided. So before the first training forward of a module
-that encloses a closed group of cut layers (from "column" to "row"), the module runs twice on its
-arguments: with the ranks' parts, and with full weights. Its outputs and the gradients of its inputs
-and parameters must agree. The probe leaves random numbers, buffers, attributes and gradients as
-they are. Dropout is off in the probe. It runs before each module, so only the full weights of one
-module exist at a time.
+part of the features, heads that are not divided. So a module that encloses a closed group of cut
+layers (from "column" to "row") runs twice before its first training forward. The first run uses the
+ranks' parts, the second run uses full weights; the arguments are the same. The outputs and the
+gradients of inputs and parameters must agree. The probe leaves random numbers, buffers, attributes
+and gradients as they are. Dropout is off in the probe. The probe runs before each module, so only
+the full weights of one module exist at a time.
 
-Modules that enclose units whose parameters are gathered and released are compared in an evaluation
-before the first training forward, without gradients.
+If a module encloses units whose parameters are gathered and released, it is compared without
+gradients, in an evaluation before the first training forward.
 """
 
 import contextlib

@@ -174,8 +174,8 @@ class SequenceParallel:
             )
 
     def _whole_mask(self, given: Any, first: torch.Tensor, padded: int) -> torch.Tensor | None:
-        """Returns the mask [batch, 1, tokens, tokens] bool, True if a token attends to another.
-        None: a token attends to itself and all tokens before it."""
+        """Returns the mask [batch, 1, tokens, tokens] bool, True if the first token attends to the
+        second one. None: a token attends to itself and all tokens before it."""
         if given is not None and given.dim() != 2:
             raise ConfigError(
                 f"[front::forward] attention_mask has {given.dim()} dims, not the 2 of "
@@ -184,13 +184,15 @@ class SequenceParallel:
         if given is None or bool(given.bool().all()):
             return None  # padding comes last, so no token attends to it
         mask = _padded(given.bool(), padded, False)[:, None, None, :].expand(-1, 1, padded, -1)
-        # A token before the first unmasked one attends to no token; torch returns zeros for it.
+        # If a token comes before the first unmasked one, it attends to no token, and torch returns
+        # zeros for it.
         return mask & torch.ones(padded, padded, dtype=torch.bool, device=first.device).tril()
 
     # ---- attention
 
     def mask(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces transformers' mask function, which would make the mask of a part.
+        """Replaces transformers' mask function, because that function would make the mask of a
+        part.
 
         Raises RuntimeFault in a backward, because the mask of the full sequences is gone.
         """

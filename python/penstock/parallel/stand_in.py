@@ -21,8 +21,8 @@ def _mode() -> FakeTensorMode:
 class Absent(torch.Tensor):
     """A tensor with shape, dtype and device but without values on this rank, until `resolve()`.
 
-    The result of an op on it is absent, too. Reading its values raises RuntimeFault, and so does an
-    op that would write them to a tensor with values.
+    The result of an op on it is also absent. A read of its values raises RuntimeFault, and so does
+    an op that would write these values to a tensor with values.
     """
 
     _fake: torch.Tensor

@@ -61,8 +61,8 @@ class TensorParallel:
         self._draws = _Draws()
         self._tokens = TokenParts.of(model, config, self._ranks)
         self._divide(model, config.parallel.rules, installed)
-        # In this order, so that the check is inside the gathers of tokens, whose results it needs,
-        # and outside of what divides arguments among heads.
+        # The order matters. The check is inside the gathers of tokens, because it needs their
+        # results. It is outside the code that divides arguments among heads.
         if config.parallel.verify != "off":
             self._verify(model, config, installed)
         if self._tokens is not None:
@@ -197,7 +197,8 @@ class TensorParallel:
                 one.divide()
 
     def before(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Called before the model's forward, `run(*args, **kwargs)`. This method may run it, too.
+        """Must be called before the model's forward, `run(*args, **kwargs)`. This method may itself
+        call `run`.
 
         Raises ConfigError if "parallel.verify" finds a rule that does not compute what the uncut
         model does.
@@ -239,7 +240,7 @@ class TensorParallel:
 
 
 class _SlowPath:
-    """Makes torch's TransformerEncoderLayer call its layers in evaluation, too.
+    """Makes torch's TransformerEncoderLayer call its layers also in evaluation.
 
     Its fast path computes with those layers' weights directly. With activation 0 torch does not
     use that path.

@@ -1,11 +1,11 @@
-"""Cuts hidden states between layers along their tokens, one part per tensor rank. So norms, dropout
-and residuals are computed once, not by every rank (arXiv:2205.05198, section 4.2.2).
+"""Cuts hidden states between layers along their tokens, into one part per tensor rank. So norms,
+dropout and residuals are computed once and not by every rank (arXiv:2205.05198, section 4.2.2).
 
 Before the first block of a stack, the full hidden states [batch, tokens, size] are cut along their
 tokens. Modules that begin with cut weights ("gather_tokens": attention, an MLP) gather the tokens.
 The row layers at the ends of these modules ("row_tokens") sum the states and cut them again. After
-the last block the states are gathered. The gathers and sums move as many bytes as the sums of full
-hidden states that they replace.
+the last block, the states are gathered. These gathers and sums move as many bytes as the sums of
+full hidden states, which they replace.
 """
 
 import contextlib
@@ -292,7 +292,7 @@ def _style_of(name: str, rules: Any) -> str:
 def partial_rules(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
     """Returns "partial" rules for parameters that are in stacks with cut tokens and match no rule.
 
-    On each rank these parameters apply to a part of the tokens, or to all tokens of some heads, so
+    On each rank, these parameters apply to a part of the tokens, or to all tokens of some heads. So
     each rank has an addend of their gradient.
     """
     stacks = [n for n, _ in module_tree.modules_of(model) if _style_of(n, rules) == "tokens"]

@@ -39,7 +39,8 @@ class ShmCollectives {
   // Only the root's `values` are overwritten.
   void reduce(const ByteRange& values, const Reduction& reduction, int64_t value_bytes, int root);
   void broadcast(const ByteRange& values, int root);
-  // Sends from[i] to rank i and receives to[i] from it. This rank's own part is copied.
+  // Sends the bytes of from[i] to rank i. The bytes that rank i sends arrive in to[i]. This rank's
+  // own part is copied.
   void all_to_all(const std::vector<ByteRange>& from, const std::vector<ByteRange>& to);
   void gather(const ByteRange& own, const std::vector<ByteRange>& to, int root);
   void scatter(const std::vector<ByteRange>& from, const ByteRange& to, int root);
@@ -52,7 +53,7 @@ class ShmCollectives {
   int size() const { return fabric_.size(); }
   uint32_t next_tag();
   void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives);
-  // Reduces the received tiles and this rank's `own`, in rank order, into `to`.
+  // Reduces the received tiles and this rank's `own` in rank order, and writes the result to `to`.
   void reduce_tiles(const std::vector<Piece>& sends, const ByteRange& own, void* to,
                     const Reduction& reduction, int64_t value_bytes);
   void all_reduce_small(const ByteRange& values, const Reduction& reduction, int64_t value_bytes);

@@ -12,7 +12,7 @@ namespace {
 // values to every other rank.
 constexpr int64_t kOneRound = 16 << 10;
 constexpr int64_t kPart = 64;  // bytes; the parts of an all-reduce begin at multiples of this
-// set in tags of collectives; messages of ShmMessages have tags below it
+// set in the tags of collectives; the tags of ShmMessages are below it
 constexpr uint32_t kOfCollectives = 0x80000000U;
 
 void copy(const ByteRange& from, const ByteRange& to) {

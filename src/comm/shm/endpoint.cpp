@@ -49,7 +49,7 @@ ShmEndpoint::Work ShmEndpoint::queue(const How& how, Tensors results, std::funct
   ++num_collectives_;
   auto work = c10::make_intrusive<ShmWork>(rank_, how.type, std::move(results));
   const auto within = limit(how.timeout);
-  // The limit is set on the queue's thread, because each collective has its own limit.
+  // Each collective has its own limit, so the limit is set on the queue's thread.
   queue_.add(
       work,
       [this, within, body = std::move(body)] {

@@ -38,8 +38,7 @@ std::vector<int> peers_of(const std::vector<Piece>& pieces) {
 // ---- messages to a peer
 //
 // lost() is always read before the shared words. A peer may post or take a message and then end.
-// With this order, messages that the peer handled before it ended are found first, and its loss is
-// reported only after them.
+// With this order, such messages are found first, and the loss of the peer is reported after them.
 
 ShmSender::ShmSender(ShmFabric& fabric, int peer, uint32_t tag, std::vector<ShmSpan> spans)
     : fabric_(&fabric), peer_(peer), tag_(tag), from_(std::move(spans)) {
@@ -139,7 +138,7 @@ void ShmSender::withdraw() {
   if (slot_ >= 0) {
     ShmLink& link = fabric_->segment_->link(fabric_->rank(), peer_);
     const uint64_t before = link.heads[slot_].exchange(head_of(tag_, ShmState::kWithdrawn));
-    // A slot that the receiver still reads must not be reused.
+    // While the receiver still reads the slot, the slot must not be reused.
     if (state_of(before) != ShmState::kTaking) {
       fabric_->release(fabric_->rank(), peer_, slot_);
     }
@@ -235,8 +234,8 @@ int64_t ShmReceiver::read_chunks(SpanCursor& to) {
     count += moved;
     if (taken_ % chunk_bytes != 0 || taken_ == bytes_) continue;
     slot.emptied.store(number + 1, std::memory_order_release);
-    // The sender fills this chunk again only if the message has a chunk with a number that is
-    // kChunks higher.
+    // The sender fills this chunk again only if the message has a chunk whose number is higher by
+    // kChunks.
     if (bytes_ > (int64_t{number} + kChunks) * chunk_bytes) {
       fabric_->ring(peer_, ShmFabric::waits_for(tag_));
     }
@@ -305,7 +304,7 @@ bool ShmExchange::advance() {
   return moved;
 }
 
-// Returns the peer that the exchange waits for, or the first one if there are several.
+// Returns the peer for which the exchange waits, or the first one if there are several.
 int ShmExchange::awaited() const {
   for (const Arrival& one : receives_) {
     if (!one.message.done()) return one.message.peer();
@@ -316,7 +315,7 @@ int ShmExchange::awaited() const {
   return -1;
 }
 
-// `met` makes an attempt, reports in its argument whether anything moved, and returns whether to
+// `met` makes an attempt. It sets its argument to whether anything moved, and returns whether to
 // stop. The bell is read before the attempt, so a change after the attempt is not missed.
 template <class Condition>
 void ShmExchange::wait_until(const Condition& met, const ShmWait& wait) {

@@ -56,7 +56,7 @@ class ShmReceiver {
   // Returns whether the message has been posted. Throws if the message can no longer arrive or has
   // the wrong size.
   bool meet();
-  // Copies to `to` the next bytes of those that have arrived, as many as fit. Returns their number.
+  // Copies the next bytes that have arrived to `to`, as many as fit. Returns the number of bytes.
   int64_t read(SpanCursor& to);
 
  private:
@@ -80,8 +80,8 @@ struct ShmWait {
   std::function<void(int peer)> waits_for;  // called before each sleep, if not empty
 };
 
-// Used by one thread. All pieces from one rank to another form one message. Destroying an exchange
-// that is not done gives up the connections to the peers that it waited for.
+// Used by one thread. All pieces from one rank to another form one message. If an exchange is
+// destroyed before it is done, the connections to the peers that it waited for are given up.
 class ShmExchange {
  public:
   ShmExchange(ShmFabric& fabric, const std::vector<Piece>& sends,

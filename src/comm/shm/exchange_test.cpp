@@ -126,7 +126,7 @@ TEST_P(Forms, ManyMessagesUnderWayKeepTheirOrder) {
                                                   fabric.rank() == 0 ? none : one, 5));
     }
     for (int i = 0; i < kMany; ++i) {
-      // Rank 0 posts as many as there are slots, in order.
+      // Rank 0 posts as many messages as there are slots, in order.
       for (int next = i; next < kMany && fabric.rank() == 0; ++next) {
         all[next]->advance();
         if (!all[next]->posted()) break;

@@ -18,8 +18,7 @@ namespace penstock::comm {
 
 namespace {
 
-// Time to poll the bell before sleeping. It is about the time that falling asleep and waking up
-// take.
+// Time for which the bell is polled before a sleep. To fall asleep and wake up takes about as long.
 constexpr std::chrono::microseconds kSpin{20};
 
 // FUTEX_PRIVATE_FLAG is not set: processes share the word.
@@ -87,7 +86,7 @@ int ShmFabric::acquire(int peer) {
         return slot;
       }
     }
-    // a slot may have become free before this store: try once more
+    // a slot may have become free before this store, so the loop runs once more
     link.starved.store(1, std::memory_order_seq_cst);
   }
   return -1;

@@ -25,7 +25,7 @@ class ShmFabric {
   // `pids`: the process id of each rank. In tests, ranks are threads of one process and share the
   // segment object.
   ShmFabric(std::shared_ptr<const ShmSegment> segment, int rank, std::vector<int64_t> pids);
-  // Marks this rank as closed and wakes the peers, whose exchanges with it then fail.
+  // Marks this rank as closed and wakes the peers. Their exchanges with this rank then fail.
   ~ShmFabric();
   ShmFabric(const ShmFabric&) = delete;
   ShmFabric& operator=(const ShmFabric&) = delete;

@@ -1,6 +1,6 @@
 #pragma once
 // The layout of the memory that the ranks of one host share. Every word that two ranks may access
-// at once is atomic. All other memory has one writer until an atomic word passes the memory on to
+// at once is atomic. All other memory has one writer, until an atomic word hands the memory over to
 // another thread.
 //
 // [Note: Shared memory] Each ordered pair of ranks has a link with a few slots, and each slot holds
@@ -9,12 +9,11 @@
 // has one of two forms. `kChunked`: the sender copies it into the slot's chunks and the receiver
 // copies it out. This form is used for small messages, and for all messages if the kernel does not
 // let processes read each other's memory. `kSpans`: the receiver copies it directly from the
-// sender's memory. No rank writes to another rank's own memory. So a rank that gives up a message
-// reclaims only the slot, and a rank that dies leaves nothing half-written.
+// sender's memory. No rank writes to another rank's own memory. So to give up a message, a rank
+// only reclaims the slot, and a rank that dies leaves nothing half-written.
 //
-// A rank sleeps on its bell, which is a futex. When a rank changes something that another rank may
-// wait for, it increments the bell of the other rank and wakes that rank's threads that wait for
-// the tag.
+// A rank sleeps on its bell, which is a futex. When a rank changes something that a peer may wait
+// for, it increments the peer's bell and wakes the peer's threads that wait for the tag.
 #include <array>
 #include <atomic>
 #include <cstdint>

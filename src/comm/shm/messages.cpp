@@ -99,7 +99,8 @@ bool ShmMessages::advance(std::deque<PendingMessage>& entries) {
 bool ShmMessages::advance(PendingMessage& entry, std::vector<PendingMessage*>& waiting) {
   const bool begun = entry.exchange && entry.exchange->posted();
   if (!begun) {
-    // Receives of one tag, and all sends to a peer, keep their order until they are posted.
+    // Until they are posted, the receives of one tag keep their order, and so do all sends to one
+    // peer.
     const Message& message = entry.message;
     const bool must_wait =
         std::any_of(waiting.begin(), waiting.end(), [&](const PendingMessage* before) {

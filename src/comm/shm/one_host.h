@@ -19,9 +19,9 @@ class Store;
 
 namespace penstock {
 
-// [all ranks] Connects processes of one host, which meet at `store` (used by this group alone) and
-// exchange through shared memory. If the processes cannot share memory, returns null on every rank,
-// and `why_not` gives the reason. The reason is "" if the ranks are on several hosts.
+// [all ranks] Connects processes of one host. They meet at `store`, which this group uses alone,
+// and exchange through shared memory. If the processes cannot share memory, returns null on every
+// rank, and `why_not` gives the reason. The reason is "" if the ranks are on several hosts.
 PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
                                                       std::chrono::milliseconds timeout,
@@ -38,9 +38,9 @@ PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c
 // peer. The end of a peer's process is noticed at once. After an error on any rank, the back end
 // can no longer be used.
 //
-// If set, `unlocked` calls its argument while this thread does not hold the lock that releasing a
-// tensor needs (Python's GIL). The last owner of the back end needs `unlocked`, because the owner
-// waits for threads that take this lock.
+// To release a tensor, a thread needs Python's GIL. If set, `unlocked` calls its argument without
+// this lock. The last owner of the back end needs `unlocked`, because the owner waits for threads
+// that take the lock.
 PENSTOCK_API c10::intrusive_ptr<c10d::Backend> one_host_back_end(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, std::string* why_not,

@@ -21,9 +21,9 @@ namespace penstock::comm {
 //   who      host, process, and the address and value of a word to probe
 //   sees     whether this rank can open the other processes, and read their memory
 //   has      whether this rank has mapped the memory that rank 0 made ("segment")
-// All ranks read all answers of a round, so all draw the same conclusion. If a process ends during
-// the meeting, ranks that notice its end give the answer in its place, so no rank waits for the
-// timeout.
+// All ranks read all answers of a round, so all ranks reach the same result. If a process ends
+// during the meeting, the ranks that notice this give the answer in its place, so no rank waits for
+// the timeout.
 
 namespace {
 
@@ -139,7 +139,7 @@ class Meeting {
   }
 
   // Runs on the watch thread. It needs its own connection to the store, because this rank's main
-  // thread waits on the other connection.
+  // thread waits on the first connection.
   void say_for(int dead) {
     try {
       const auto store = store_.clone();
@@ -192,8 +192,8 @@ class Meeting {
       return fabric;
     } catch (const std::exception& error) {
       if (rank_ == 0) say("segment", "");
-      // Rank 0 keeps the file open until all ranks have mapped it, so if it cannot be opened, rank
-      // 0 may have ended.
+      // Rank 0 keeps the file open until all ranks have mapped it. So if the file cannot be opened,
+      // rank 0 may have ended.
       say("has", ProcessWatch::has_ended(who_[0].pid) ? end_of(0) : reason(error));
       return nullptr;
     }

@@ -1,6 +1,6 @@
 #pragma once
-// How the ranks of one host set up shared memory. They find out through a store whether they can
-// share memory, and all ranks reach the same answer.
+// Sets up shared memory for the ranks of one host. The ranks find out through a store whether they
+// can share memory. All ranks get the same answer.
 #include <chrono>
 #include <memory>
 #include <string>

@@ -28,7 +28,7 @@ ShmSegment ShmSegment::make(const ShmShape& shape, uint64_t key) {
   made.shape_ = shape;
   made.file_ = memfd_create("penstock-ranks", MFD_CLOEXEC);
   if (made.file_ < 0) fail("memfd_create", errno);
-  // Allocates the pages. In a file with holes, a rank would be killed by SIGBUS if memory ran out.
+  // Allocates the pages. If the file had holes and memory ran out, SIGBUS would kill a rank.
   const int error = posix_fallocate(made.file_, 0, shape.bytes());
   if (error != 0) fail(concat("no ", format_bytes(shape.bytes()), " of shared memory"), error);
   made.map(shape.bytes());
@@ -65,7 +65,7 @@ void ShmSegment::map(int64_t bytes) {
       mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
   if (memory == MAP_FAILED) fail(concat("mmap of ", format_bytes(bytes)), errno);
   memory_ = static_cast<char*>(memory);
-  // Forked processes, such as the workers of a data loader, may outlive a rank that was killed.
+  // If a rank is killed, its forked processes (the workers of a data loader) may outlive it.
   if (madvise(memory, static_cast<size_t>(bytes), MADV_DONTFORK) != 0) fail("madvise", errno);
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 // ShmSegment: memory that the ranks of one host share. It is a file without a name (memfd). The
 // other ranks open it through /proc while the rank that made it keeps it open. The kernel frees the
-// memory when the last process that mapped it ends, for whatever reason. So neither the size of
-// /dev/shm nor files left in /dev/shm matter.
+// memory when the last process that mapped it ends, for any reason. So neither the size of /dev/shm
+// nor old files in /dev/shm matter.
 #include <cstdint>
 #include <string>
 

@@ -1,6 +1,6 @@
 #pragma once
-// SpanCursor: a position in a list of memory spans, which are read or written in order. The spans
-// may belong to this process or to another one. Used by one thread.
+// SpanCursor: a position in a list of memory spans that are read or written in order. The spans
+// belong to this process or to another process. Used by one thread.
 #include <sys/uio.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 #pragma once
-// ShmTiles: exchanges over a ShmFabric that pass received data on tile by tile. Tile buffers are
-// kept for the next exchange, because writing to fresh memory is slower than the copy itself.
-// Usable from any thread.
+// ShmTiles: runs exchanges over a ShmFabric and gives the received data to a callback, tile by
+// tile. Tile buffers are kept for the next exchange, because writing to fresh memory is slower than
+// the copy itself. Usable from any thread.
 #include <cstdint>
 #include <memory>
 #include <mutex>

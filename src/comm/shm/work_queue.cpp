@@ -23,7 +23,7 @@ void ShmWork::run(std::function<void()> body) {
   } catch (const std::exception&) {
     error = std::current_exception();
   }
-  body = nullptr;  // frees the objects that body() holds before a waiting thread continues
+  body = nullptr;  // frees the objects of body() before a waiting thread continues
   end(error);
 }
 

@@ -10,7 +10,7 @@
 
 namespace penstock::comm {
 
-// The work that a caller waits for. It is completed by one other thread, or by the caller itself
+// The work that a caller waits for. A separate thread completes it, or the caller itself does so
 // before add() returns.
 class ShmWork final : public c10d::Work {
  public:

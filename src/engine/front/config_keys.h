@@ -1,6 +1,6 @@
 #pragma once
-// Which config keys the C++ front reads. Only the Python front implements the others, so without a
-// check they would be silently ignored here.
+// The config keys that the C++ front reads. Only the Python front implements all other keys, so
+// without a check the C++ front would silently ignore them.
 #include <span>
 
 #include "penstock/config.h"

@@ -61,8 +61,8 @@ class InEval {
   InEval& operator=(const InEval&) = delete;
 
  private:
-  // train() also changes the modules inside. Modules are restored from the outermost to the
-  // innermost, so the mode of each module is set after the modes of the modules that enclose it.
+  // train() also changes the modules inside. So modules are restored from the outermost to the
+  // innermost: the mode of each module is set after the modes of all modules around it.
   static void set(torch::nn::Module& module, bool training) {
     if (module.is_training() != training) module.train(training);
   }

@@ -1,5 +1,5 @@
 #pragma once
-// The state behind an Engine of the C++ front, and the forward that runs on this thread.
+// The state of an Engine of the C++ front, and the engine whose forward runs on this thread.
 #include <torch/nn/module.h>
 
 #include <functional>

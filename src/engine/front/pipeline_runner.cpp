@@ -22,7 +22,7 @@ constexpr const char* kPassOn =
     "(\"parallel.stages\")";
 
 // Thrown when a unit of the next stage is called, to leave the model's forward. It is not a
-// std::exception, so that code in the model that catches errors does not catch it.
+// std::exception: if the model's code catches errors, it must not catch this one.
 struct StageEnd {
   std::string module;
   std::vector<at::Tensor> inputs;
@@ -32,7 +32,7 @@ at::Tensor stand_in() { return at::empty({0}, at::TensorOptions(at::kMeta)); }
 
 }  // namespace
 
-// A received tensor that needs a gradient, which is sent back to the previous stage.
+// A received tensor that needs a gradient. The gradient is sent back to the previous stage.
 struct PipelineRunner::StageInput final : torch::CustomClassHolder {
   at::Tensor value, gradient;
 };

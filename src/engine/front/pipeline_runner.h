@@ -27,8 +27,8 @@ class PipelineRunner {
   PipelineRunner(Core& core, const torch::nn::Module& model);
 
   // Both methods run one accumulation window of `num_micro` micro-batches. On the rank with the
-  // last stage they return the losses, which train() detaches. On other ranks they return an empty
-  // list.
+  // last stage, they return the losses (detached ones in train()). On other ranks they return an
+  // empty list.
   std::vector<at::Tensor> train(int num_micro, const std::function<at::Tensor(int)>& loss_of,
                                 const Run& run);
   std::vector<at::Tensor> evaluate(int num_micro, const std::function<at::Tensor(int)>& loss_of,
@@ -39,7 +39,7 @@ class PipelineRunner {
   // Handles a call of such a module ([Note: A stage's forward]).
   at::Tensor call(const torch::nn::Module& module, const Tensors& inputs,
                   const std::function<at::Tensor(const Tensors&)>& forward);
-  // Passes the buffers that each stage owns to PipelineRanks. Must be called before close().
+  // Gives PipelineRanks the buffers that each stage owns. Must be called before close().
   void set_buffers();
   // [all ranks] Copies each stage's buffers to the other ranks. Must be called before a save.
   void bring_buffers();

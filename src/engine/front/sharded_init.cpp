@@ -43,7 +43,7 @@ struct InitStore {
 struct ShardPart {
   // The storage of the hollow tensor. The storage's address is the key in `parts`, and the weak
   // reference keeps the address from being reused. A strong reference would keep the storage alive
-  // after the model dropped it.
+  // after the model has dropped it.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;

@@ -36,9 +36,9 @@ class TensorAxis {
   // Returns all tensor ranks for an exchange called `name`.
   parallel::OperatorPeers all(const std::string& name) const { return {peers_, name}; }
   // Must be called before an update of `units`. Throws RuntimeFault if a cut module was never
-  // called, because code that reads its weight directly would use a part as if it were the full
-  // tensor. If several stages have a module, a stage need not call it. If this stage did not, that
-  // is an error only if the module's weight has a gradient.
+  // called: in that case other code may read its weight directly and use a part as if it were the
+  // full tensor. If several stages have the module, this stage need not call it unless the module's
+  // weight has a gradient here.
   void check_called(const std::vector<exec::UnitState>& units) const;
 
   parallel::Replicated replicated;
@@ -61,7 +61,7 @@ struct ModelRanks {
 
   void set_step(int64_t step);
   void record(const std::shared_ptr<trace::Recorder>& recorder);
-  // Returns an error text if a message between stages that no rank will receive is in flight.
+  // Returns an error text if a message between stages is in flight and no rank will receive it.
   // Otherwise returns "".
   std::string cut_short() const;
   void close();

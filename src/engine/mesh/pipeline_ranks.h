@@ -60,7 +60,7 @@ class PENSTOCK_API PipelineRanks {
   // from the next stage. Throws RuntimeFault if the peer is gone.
   StageMessage receive(const StageAction& action);
   // Sends the result of `action` to the next stage or, for a backward, to the previous stage.
-  // Returns at once, and the tensors must not change until end().
+  // Returns at once. The tensors must not change until end().
   void send(const StageAction& action, const StageMessage& made);
   // Must be called after every backward, even if the backward reached no parameter of this rank.
   void end_backward(const StageAction& action);

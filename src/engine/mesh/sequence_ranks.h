@@ -25,13 +25,14 @@ class PENSTOCK_API SequenceRanks {
   int index() const;
   int count() const;
 
-  // Changes the dim that is cut: takes this rank's part along `join_dim`, with all of `cut_dim`,
-  // and returns this rank's part along `cut_dim`, with all of `join_dim`. Throws c10::Error if the
-  // size along `cut_dim` is not divisible by count().
+  // Changes the dim along which ranks have parts, from `join_dim` to `cut_dim`. `part` is this
+  // rank's part along `join_dim` and has all of `cut_dim`. The result is this rank's part along
+  // `cut_dim` and has all of `join_dim`. Throws c10::Error if the size along `cut_dim` is not
+  // divisible by count().
   at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim) const;
-  // Returns the loss, which is the sum of the ranks' addends. `addend` []: the sum of the losses of
-  // this rank's tokens, divided by the number of all tokens. The engine then averages gradients
-  // over these ranks as over data ranks.
+  // Returns the loss: the sum of the ranks' addends. `addend` []: the summed losses of this rank's
+  // tokens, divided by the number of tokens of all ranks. The engine then averages gradients over
+  // these ranks as over data ranks.
   at::Tensor sum_losses(const at::Tensor& addend) const;
   // Throws RuntimeFault on all ranks of the sequence if they were given different sequences.
   void compare(const std::vector<at::Tensor>& inputs, const std::string& others) const;

@@ -4,8 +4,8 @@
 //
 // [Note: No deadlock] Each direction between two ranks is a lane on both sides. The lane sends or
 // receives the messages in the order in which the sender's schedule makes them. A send waits only
-// for the matching receive. This rank posts a receive when it needs the message, and one more in
-// advance, so no receive waits longer than this rank itself would wait.
+// for the matching receive. This rank posts each receive at the latest when it needs the message
+// (usually earlier). So lanes add no waits to those of the schedule, which always ends.
 #include <deque>
 #include <map>
 #include <memory>

@@ -10,9 +10,9 @@
 namespace penstock::engine {
 
 // A module that one stage computes. It is a block, or a layer outside of blocks that keeps buffers
-// or is large enough for a unit (including its tied weights). Every stage has the smaller modules,
-// and the parameters that belong directly to modules that enclose pieces. A stage computes with
-// these whenever its forward calls them.
+// or is large enough for a unit (including its tied weights). All smaller modules are on every
+// stage, and so are parameters that a module around pieces owns directly. A stage computes with
+// them whenever its forward calls them.
 struct StageModule {
   std::string module;
   int stage = 0;
@@ -31,11 +31,11 @@ struct Stages {
 };
 
 // Splits the model into mesh.pipeline x parallel.virtual_stages stages. `parallel.stages` names the
-// first module of each stage after the first. Without names, the split balances the weights that
-// one token is multiplied with, so an Embedding counts as zero. `specs` must come from find_units()
-// with Stages::units(). Throws ConfigError if there are more stages than pieces (the error lists
-// the pieces), if no piece can begin at a named module (the error suggests the nearest name), or if
-// names are out of order.
+// first module of each stage after the first. Without names, the split balances the number of
+// weights by which one token is multiplied, so an Embedding counts as zero. `specs` must come from
+// find_units() with Stages::units(). Throws ConfigError in three cases: there are more stages than
+// pieces (the error lists the pieces), no piece can begin at a named module (the error suggests the
+// nearest name), or the names are out of order.
 Stages find_stages(const ModelTree& tree, const std::vector<UnitSpec>& specs, const Config& config);
 
 }  // namespace penstock::engine

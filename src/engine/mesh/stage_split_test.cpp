@@ -78,7 +78,7 @@ TEST(Stages, TiedWeightsAreOnTheFirstAndTheLast) {
 
 TEST(Stages, AsNamed) {
   EXPECT_EQ(stages_of(found(chain(false), 2, {"blocks.3"})), (std::vector<int>{0, 0, 0, 0, 1, 1}));
-  // The name of a module means the first piece inside it.
+  // The name of a module that encloses pieces means its first piece.
   EXPECT_EQ(stages_of(found(chain(false), 2, {"blocks"})), (std::vector<int>{0, 1, 1, 1, 1, 1}));
 }
 

@@ -25,7 +25,7 @@ struct TensorModule {
   bool transposed = false;  // its weight is [in, out]
   int64_t heads = 0;        // style "shared": number of key and value heads, fewer than ranks
   int64_t size = 0;         // size of its whole output
-  bool gathered = false;    // its input is computed from the result of gather_tokens()
+  bool gathered = false;    // the module's input is computed from the result of gather_tokens()
 };
 
 // A view of a core with mesh.tensor > 1, for the model's thread. All tensor ranks make the same
@@ -56,8 +56,8 @@ class PENSTOCK_API TensorRanks {
                            const at::Tensor& target, const CrossEntropyOptions& options) const;
   // Hidden states [batch, tokens, size] whose tokens are cut between layers ("row_tokens").
   // cut_tokens: from equal tensors on all ranks to each rank's [batch, tokens / ranks, size].
-  // whole_tokens: the reverse. gather_tokens: makes the whole input of module `name` from the
-  // parts; each rank has one addend of the input's gradient.
+  // whole_tokens: the reverse. gather_tokens: joins the parts to the whole input of module `name`;
+  // each rank has one addend of the input's gradient.
   at::Tensor cut_tokens(const at::Tensor& whole) const;
   at::Tensor whole_tokens(const at::Tensor& part) const;
   at::Tensor gather_tokens(const std::string& name, const at::Tensor& part) const;

@@ -11,8 +11,8 @@ namespace penstock::engine {
 
 namespace {
 
-// Points a parameter to `storage` without replacing autograd's node for its gradient. Graphs built
-// earlier are therefore valid again when the parameter is this rank's part again.
+// Points a parameter to `storage`, and does not replace autograd's node for its gradient. So when
+// the parameter is this rank's part again, earlier graphs are valid again.
 void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayRef sizes) {
   at::Tensor window = at::empty({0}, param.options().requires_grad(false));
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -67,7 +67,8 @@ void WholeParams::show(int unit) {
     if (one.here && !flat.owners.empty()) {
       all = device::view(computing(flat).data(), flat.dtype, flat.numel);
     }
-    // A stage does not know whether other stages show the flat already, so every stage takes part.
+    // A stage does not know whether the flat is already shown on other stages, so every stage takes
+    // part.
     all = values.across_stages(flat, all, concat("shown u", unit, ".", flat.number));
     if (shown) continue;
     for (exec::Slot& slot : flat.slots) {

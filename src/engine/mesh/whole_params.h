@@ -1,5 +1,5 @@
 #pragma once
-// WholeParams: inside gathered(), turns cut parameters, and parameters of other stages, into full
+// WholeParams: inside gathered(), replaces cut parameters and parameters of other stages by full
 // tensors with their own memory. Used only by the model's thread. Every rank makes the same calls,
 // except hide().
 #include <cstdint>

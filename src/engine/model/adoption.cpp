@@ -31,7 +31,7 @@ bool in_files(const exec::Flat& flat, const ModelTree& tree) {
                                   [&](const auto& slot) { return tree.init->in_file(slot.param); });
 }
 
-// Reads from a file the values of a slot that lie in the ranges `kept` of the flat.
+// Reads the values of a slot from a file, but only values in the ranges `kept` of the flat.
 void read_kept(const exec::Slot& slot, const std::vector<std::pair<int64_t, int64_t>>& kept,
                const ShardedInit& init, const at::Tensor& full) {
   for (const auto& [first, end] : kept) {

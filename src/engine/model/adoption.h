@@ -23,9 +23,9 @@ void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dt
                 at::IntArrayRef sizes);
 
 // Exists while an engine is set up, on the thread that sets it up. Executor and tiers must outlive
-// it. If commit() was not called, the destructor releases the model: parameters keep no windows
-// into memory that will be freed (reading such a parameter raises an error), and swap files are
-// removed.
+// it. If commit() was not called, the destructor releases the model. It removes the swap files and
+// the parameters' windows into memory that will be freed; reading such a parameter then raises an
+// error.
 class Adoption {
  public:
   Adoption(exec::Executor& executor, mem::Tiers& tiers) : executor_(executor), tiers_(tiers) {}
@@ -33,8 +33,8 @@ class Adoption {
   Adoption(const Adoption&) = delete;
   Adoption& operator=(const Adoption&) = delete;
 
-  // [all ranks] Reserves room for all resting copies before any data moves. Throws ConfigError or
-  // RuntimeFault on all ranks if one rank has no room. The text names that rank.
+  // [all ranks] Reserves room for all resting copies before any data moves. If one rank has no
+  // room, throws ConfigError or RuntimeFault on all ranks. The text names that rank.
   void claim(const Config& config, const ModelDesc& model, bool external_optimizer);
   // [all ranks] Stores rank 0's values of parameters and buffers on every rank, and casts buffers
   // (see buffer_dtype()). The parameters in `tiled` lose their memory, because their tiles have the

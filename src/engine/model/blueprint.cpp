@@ -18,7 +18,7 @@ namespace penstock::engine {
 
 namespace {
 
-// The mesh axes, and the rank's place in them, that determine the rank's flats.
+// The mesh axes that determine the rank's flats, and the rank's place in these axes.
 struct Axes {
   int num_data, tensor, num_tensor, pipeline, num_pipeline;
 };
@@ -286,7 +286,7 @@ void foresee(Blueprint& blueprint) {
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer) {
   const bool open = leaves_tiers_open(blueprint.config);
   Question question = question_of(blueprint, room, external_optimizer);
-  // A full disk is reported later, when the space is claimed, because that error names the path.
+  // A full disk is reported when the space is claimed, because that error names the path.
   if (!open) question.asked.room.disk = Room::kNoLimit;
   const std::vector<Alternative> tried = alternatives(question, blueprint.model);
   if (tried.empty()) throw ConfigError(refusal(question, blueprint.model));

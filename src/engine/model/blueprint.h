@@ -1,6 +1,6 @@
 #pragma once
 // Blueprint: the units, flats, stages and planner's description of a model under a config, made
-// before any data moves. The functions are pure: ranks that agree on config, model and room make
+// before any data moves. The functions are pure. So ranks with the same config, model and room make
 // the same blueprint, except for their own parts of cut parameters.
 #include <string>
 #include <vector>
@@ -48,8 +48,9 @@ Blueprint draw(const ModelTree& tree, const Config& config, int rank = 0);
 // and the units that are recomputed in backward. Throws ConfigError.
 void foresee(Blueprint& blueprint);
 
-// If the config leaves tiers open ("auto"), sets the best tiers that fit `room` and returns a text
-// with the alternatives. Otherwise returns "". Throws ConfigError if nothing fits. Takes no memory.
+// If the config leaves tiers open ("auto"), sets them to the best tiers that fit `room` and returns
+// a text with the alternatives. Otherwise returns "". Throws ConfigError if nothing fits. Takes no
+// memory.
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer);
 
 // Checks that every pipeline stage fits into `room`. Every rank checks all stages, so that all

@@ -1,4 +1,4 @@
-// Save and load of a core: this file decides when they are allowed, makes the ranks agree, and
+// Save and load of a core. This file decides when they are allowed, makes the ranks agree, and
 // handles the state that is not a tensor (counts, loss scale, config). src/ckpt reads and writes
 // the tensors.
 //
@@ -92,8 +92,8 @@ std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
   return extras;
 }
 
-// Returns the front's tensors to read. If each rank saved its own tensors, a rank reads its own
-// tensors again. If the number of ranks has changed, it reads the tensors of rank 0.
+// Returns the front's tensors to read. If each rank saved its own tensors, a rank reads the tensors
+// that it saved or, if the number of ranks has changed, the tensors of rank 0.
 std::vector<ckpt::Extra> wanted_of(const std::vector<CheckpointTensor>& tensors,
                                    const ckpt::Manifest& manifest, int rank, int world) {
   std::vector<ckpt::Extra> extras;
@@ -361,8 +361,8 @@ struct Core::State::Checkpointing::Load {
     return chosen;
   }
 
-  // [all ranks] Reads a checkpoint. Returns the damage that any rank found, or "". If it throws,
-  // nothing was changed.
+  // [all ranks] Reads a checkpoint. Returns the damage that any rank found, or "". If read()
+  // throws, nothing was changed.
   std::string read(const Candidate& chosen, const FoundCheckpoint& found) {
     const int rank = state.group->rank();
     exec::Executor& executor = *state.executor;

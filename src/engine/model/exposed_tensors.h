@@ -1,5 +1,5 @@
 #pragma once
-// Tensors that users hold but whose memory belongs to the engine: parameters, and the shards that a
+// Tensors that users hold while the engine owns the memory: parameters, and the shards that a
 // user's optimizer updates. When the engine ends, they get their own memory, or no memory ([Note:
 // Windows]).
 #include <ATen/core/Tensor.h>
@@ -10,8 +10,8 @@
 
 namespace penstock::engine {
 
-// Gives the parameter's storage, which the parameter's views share, its own memory with `values`
-// (any dtype, same number of elements).
+// Gives the parameter's storage its own memory with `values` (any dtype, same number of elements).
+// Views of the parameter share this storage.
 void own_values(const at::Tensor& param, const at::Tensor& values);
 
 // [Note: Lent shards] A user's optimizer has this rank's fp32 shards in its parameter groups. The

@@ -77,7 +77,7 @@ Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by
     }
     room.disk = std::min(room.disk, found.disk / on_host);
   }
-  // A device with memory of its own takes none from the host.
+  // If a device has its own memory, it takes none from the host.
   if (by_rank.front().device >= 0) {
     if (budgets.host_bytes < 0) room.host = memory;
     if (budgets.device_bytes < 0) room.device = on_device;

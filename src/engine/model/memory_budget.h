@@ -29,8 +29,8 @@ struct AvailableMemory {
 
 AvailableMemory find_room(const Config& config, const ModelTree& tree);
 
-// Returns the room of each rank. It is the same for every rank: the ranks of a machine divide its
-// free memory, the ranks of a device divide that device's free memory, and every rank gets the
+// Returns the room of one rank, which is the same for all ranks. The ranks of a machine divide its
+// free memory, and the ranks of a device divide that device's free memory. Every rank gets the
 // smallest of these shares.
 Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by_rank);
 // Returns the room on machines whose free memory is unknown here: only the budgets of device and

@@ -1,6 +1,6 @@
-// Values: the optimizer state of one parameter (fp32 master and moments), read and replaced between
-// steps, as a full tensor or as this rank's part. ckpt::holdings() finds the buffers, as for a
-// checkpoint, so tables, tiers and tiles need no code here.
+// Values: reads and replaces the optimizer state of one parameter (fp32 master and moments) between
+// steps, as a full tensor or as this rank's part. As for a checkpoint, ckpt::holdings() finds the
+// buffers, so tables, tiers and tiles need no code here.
 #include "src/engine/model/values.h"
 
 #include <ATen/core/grad_mode.h>
@@ -147,8 +147,8 @@ struct Values::ParamState {
     for (exec::Slot* slot : slots()) slot->updates = static_cast<int64_t>(value);
   }
 
-  // Calls action(holding, piece) for the elements that this rank holds. If `once` is set, elements
-  // that several ranks hold are visited on only one of these ranks.
+  // Calls action(holding, piece) for the elements that this rank holds. If `once` is set and
+  // several ranks hold an element, only one of these ranks visits the element.
   template <class Action>
   void for_each(bool once, const Action& action) {
     for (Holding& one : found) {
@@ -267,8 +267,8 @@ struct Values::ParamState {
     if (one.account == mem::Account::kParam) state.executor->values().show(*one.flat);
   }
 
-  // Writes the masters of a flat. The resting parameters are made from all masters of the flat, so
-  // this reads them all and replaces this parameter's elements.
+  // Writes the masters of a flat. The resting parameters are made from all masters of the flat. So
+  // this call reads all masters and replaces the elements of this parameter.
   void write_masters(const Holding& first, const float* full) {
     std::vector<Holding*> parts;
     int64_t numel = 0;

@@ -1,8 +1,8 @@
 // Core::State::close(): gives the model back.
 //
 // [Note: Closing] All ranks meet without exchanges (Group::last_call), so close() also works after
-// a failure. Exchanges of ranks that still wait are ended, and new connections are made. Then each
-// unit's resting parameters are gathered. Each parameter keeps its storage, which gets its own
+// a failure. If ranks still wait in exchanges, these are ended, and new connections are made. Then
+// each unit's resting parameters are gathered. Each parameter keeps its storage, which gets its own
 // memory, so views that users keep stay views of the parameter. If the weights cannot be gathered,
 // reading a parameter without values raises an error. Errors are collected and thrown at the end,
 // after all memory is released.
@@ -50,7 +50,7 @@ struct Core::State::Closing {
 std::string Core::State::Closing::drained(bool last) {
   try {
     state.executor->drain(last);
-    // Reads for an update that was not made may be in progress.
+    // If an update was not made, its reads may still be in progress.
     if (state.tiers.disk) state.tiers.disk->wait_for_all();
     return "";
   } catch (const std::exception& error) {  // a call that waited has already thrown it
@@ -110,7 +110,7 @@ void Core::State::Closing::bring_buffers() {
 }
 
 // Returns the values of a full flat, in fp32. Returns an undefined tensor if the parameters already
-// have their values, or if the values cannot be gathered.
+// have their values or the values cannot be gathered.
 at::Tensor Core::State::Closing::values_of(int unit, int flat) {
   const bool rests_whole = state.executor->table().rests_whole();
   if (rests_whole && state.executor->units()[unit].attached) return {};
@@ -245,7 +245,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   tiers.host.trim();
   model_ranks.close();
   group->close();
-  // A user may keep a closed engine, which needs no threads and only the recorder's last events.
+  // A user may keep a closed engine. It needs no threads, and only the last events of the recorder.
   closing.drained(true);
   tiers.recorder->fit();
   if (gather && !closing.lost.empty()) {

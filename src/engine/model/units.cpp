@@ -110,9 +110,9 @@ class Finder {
     return type == "ModuleList" || type == "ModuleDict" || type == "Sequential";
   }
 
-  // Returns whether a list inside the module repeats modules that have grandchildren. If so, the
-  // module is a stack of blocks and not a block (for example an encoder and a decoder of one
-  // class). A block with a list of plain experts stays a block.
+  // Returns whether a list inside the module repeats modules that have grandchildren. Such a module
+  // is a stack of blocks and not a block (for example an encoder and a decoder of one class). A
+  // block with a list of plain experts stays a block.
   bool has_blocks(int module) const {
     std::map<std::string, int> count;
     for (const int child : children_[module]) {
@@ -146,8 +146,8 @@ class Finder {
     }
   }
 
-  // Returns the bytes of the parameters that only this module uses, because the root keeps shared
-  // parameters. Returns 0 for a layer in tiles, whose tiles are units already.
+  // Returns the bytes of the parameters that only this module uses; the root keeps shared
+  // parameters. Returns 0 for a layer in tiles, because its tiles are units already.
   int64_t own_bytes(int module) const {
     const ModuleInfo& info = tree_.modules[module];
     int64_t bytes = 0;

@@ -187,7 +187,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
       }
     }
   }
-  // torch has no gradient of a parameter that no loss reached, and its optimizers leave it alone.
+  // In torch, a parameter that no loss reached has no gradient, and optimizers do not change it.
   const std::set<std::string> names = reached(*state_->executor, *state_->tiled, only);
   std::erase_if(tensors, [&](const auto& one) { return !names.contains(one.first); });
   return tensors;
@@ -195,7 +195,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
 
 namespace {
 
-// Takes memory for the largest flat on ranks where the values arrive. On other ranks, takes memory
+// On ranks where the values arrive, takes memory for the largest flat. On other ranks, takes memory
 // for the rank's part.
 mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool arrives) {
   int64_t numel = 0;
@@ -254,7 +254,8 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
     state_->executor->values().refresh(static_cast<int>(unit));
   }
   exec::Executor& executor = *state_->executor;
-  // Parts of cut parameters arrive at rank 0 and its tensor ranks, which send them to rank 0.
+  // Parts of cut parameters arrive at rank 0 and its tensor ranks. The tensor ranks send their
+  // parts to rank 0.
   const bool arrives = everywhere || holds_first_part(executor.mesh(), state_->group->rank());
   const bool wanted = everywhere || state_->group->rank() == 0;
   const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
@@ -513,7 +514,7 @@ void Values::refuse_edits(const std::vector<int>& units) {
   if (rests_whole && !state_->wholes->used()) return;
   std::string mine;
   for (const int unit : units) {
-    // If this gathered() is inside another gathered() of the unit, the outer block makes the check.
+    // If an outer gathered() holds the unit, too, the outer block makes the check.
     if (!mine.empty() || state_->driver->held(unit) != 1) continue;
     mine = state_->wholes->edited(unit);
     if (mine.empty() && !rests_whole) mine = state_->border->edited(unit, true);

@@ -40,9 +40,9 @@ class PENSTOCK_API Values {
   // is kept for the parameter.
   at::Tensor gradient(const std::string& param);
   // [all ranks] Returns full values by parameter name, each tensor in its own memory. The result is
-  // empty on ranks that do not want the values. Units are gathered one flat after another through
-  // memory that is counted with the buffers. A rank that does not want the values only sends its
-  // shards. Throws RuntimeFault on every rank if one rank has no room for a flat.
+  // empty on ranks that do not want the values. Units are gathered flat by flat, through memory
+  // that is counted with the buffers. A rank that does not want the values only sends its shards.
+  // Throws RuntimeFault on every rank if one rank has no room for a flat.
   std::vector<std::pair<std::string, at::Tensor>> weights(const WeightsOptions& options = {});
   // [all ranks] Streams the same values to rank 0, without memory for all of them at once.
   // `take(name, begin, values)` receives fp32 elements of a parameter, beginning at element
@@ -53,19 +53,19 @@ class PENSTOCK_API Values {
   // Returns the full shape of each parameter, except those that are computed in tiles.
   std::vector<std::pair<std::string, std::vector<int64_t>>> shapes();
   // [all ranks] Replaces gradients of a complete accumulation window with full fp32 values, which
-  // must be equal on every rank. Throws RuntimeFault inside a window, and ConfigError for a wrong
-  // name or shape.
+  // must be equal on every rank. Throws RuntimeFault if the window is not complete, and ConfigError
+  // for a wrong name or shape.
   void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);
-  // Multiplies each gradient of the following backwards by `weight` when the gradient is added to
-  // the window's sum, once per parameter and backward. Default: 1.
+  // In the following backwards, each gradient is multiplied by `weight` when it is added to the
+  // window's sum: once per parameter and backward. Default: 1.
   void set_backward_weight(double weight);
   // Appends `text` to the errors of calls after close(). `text` says what closed the engine, and
   // what to do.
   void set_closed_by(const std::string& text);
 
-  // [all ranks] Returns the state that is kept for one parameter between steps, in fp32 and in the
-  // parameter's shape: "param" (its master) or a moment by torch's name ("exp_avg"); or "step", a
-  // scalar: its number of updates. Throws ConfigError if no such state is kept.
+  // [all ranks] Returns the state that is kept for one parameter between steps: "param" (its
+  // master) or a moment by torch's name ("exp_avg"), in fp32 and in the parameter's shape; or
+  // "step", a scalar, which is its number of updates. Throws ConfigError if no such state is kept.
   at::Tensor state(const std::string& param, const std::string& role);
   // [all ranks] Replaces the state that state() returns with `values`, which must be equal on every
   // rank.
@@ -78,17 +78,17 @@ class PENSTOCK_API Values {
 
   // Returns the units that contain these parameters, or every unit if the list is empty.
   std::vector<int> units_of(const std::vector<std::string>& params) const;
-  // [all ranks] Gathers the units, whose parameters then have full values until release().
+  // [all ranks] Gathers the units. Their parameters have full values until release().
   void gather(const std::vector<int>& units, bool write);
   // [all ranks] With `write`, rank 0's values become the weights. Otherwise throws RuntimeFault if
   // the values were changed.
   void release(const std::vector<int>& units, bool write);
   // Must be called instead of release() after an exception on this rank. Not collective. Values
-  // that users wrote are lost unless the parameters rest whole.
+  // that users wrote are lost, unless the parameters rest whole.
   void let_go(const std::vector<int>& units);
 
-  // Must be called after a parameter was `set_()` to itself, as torch.nn.utils.parametrize does.
-  // This write changes nothing, so it is not counted as an edit.
+  // Must be called after `param.set_(param)`, which torch.nn.utils.parametrize calls. This write
+  // changes nothing, so it is not counted as an edit.
   void set_to_itself(const std::string& param);
 
   // Returns this rank's slices and their gradients, for a user's optimizer. With `hidden`, slices
@@ -115,8 +115,8 @@ class PENSTOCK_API Values {
   std::shared_ptr<Core::State> state_;
 };
 
-// [all ranks] Must follow Values::release() with `write`: `loaded` has the values, in any floating
-// dtype, that were copied into parameters between gather() and release(). Masters take these values
+// [all ranks] Must follow Values::release() with `write`. `loaded` has the values that were copied
+// into parameters between gather() and release(), in any floating dtype. Masters take these values
 // instead of the rounded values of the parameters. Only the values of the first rank of each stage
 // count.
 PENSTOCK_API void refine_masters(Values& values,

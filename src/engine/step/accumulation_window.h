@@ -1,6 +1,6 @@
 #pragma once
 // AccumulationWindow: the progress of one optimizer step, from its first forward to its update.
-// Pure. (Not related to the windows of parameters into memory, [Note: Windows].) With `accumulate`
+// Pure. (Windows of parameters into memory, [Note: Windows], are something else.) With `accumulate`
 // = k the states are
 //
 //   idle -> forward seen -> backward armed -> 1 of k seen -> ... -> complete -> (update) idle
@@ -8,9 +8,9 @@
 //                                 +-> dropped, since the backward threw -> forward seen
 //
 // Users may leave this path, for example by several forwards, more than k backwards, or a forced
-// step. So a window is a set of facts. The table in accumulation_window.cpp has a row for each call
-// with the facts that the call needs, the facts that it changes, and the error text if it is
-// refused.
+// step. So a window is a set of facts. The table in accumulation_window.cpp has a row for each
+// call. A row lists the facts that the call needs, the facts that it changes, and the text of the
+// error if it is refused.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -21,7 +21,7 @@ namespace penstock::engine {
 enum class Call : uint8_t {
   kForward,        // a training forward
   kBackward,       // engine.backward(loss), which scales the loss
-  kBackwardBegin,  // autograd reached the first hook of the engine: the backward is armed
+  kBackwardBegin,  // autograd reached the engine's first hook: the backward is armed
   kBackwardEnd,
   kFullGrads,
   kSetGrads,
@@ -34,7 +34,8 @@ class AccumulationWindow {
  public:
   // If `scales_loss` is set, every backward must go through engine.backward(loss). If
   // `sees_forwards` is set, every forward is reported, so a backward without a forward is an error.
-  // `per_micro`: number of backwards of a micro-batch on this rank, one for each of its stages.
+  // `per_micro`: number of backwards that this rank runs for a micro-batch, one for each of its
+  // stages.
   AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards,
                      int64_t per_micro = 1);
 
@@ -52,14 +53,14 @@ class AccumulationWindow {
 
   // Records that the current backward produced a gradient on this rank.
   void contribute() { contributed_ = true; }
-  // Says to which micro-batch the last backward belongs. By default, each backward is a
+  // Sets the micro-batch to which the last backward belongs. By default, each backward is a
   // micro-batch of its own.
   void set_micro(int64_t micro);
   // Returns whether the last backward that ended produced a gradient on this rank.
   bool gave() const { return !gave_.empty() && gave_.back() == '1'; }
-  // Returns one character per backward of a full window, ordered by micro-batch: '.' if the
-  // backward has not ended, '1' if any backward of the same micro-batch produced a gradient on this
-  // rank, else '0'.
+  // Returns one character per backward of a full window, ordered by micro-batch. A '.' is a
+  // backward that has not ended. A '1' means that some backward of the same micro-batch produced a
+  // gradient on this rank; a '0' means that none did.
   std::string said() const;
   // Removes micro-batches that produced no gradient on any rank. `gave_anywhere` has the maximum of
   // each character of said() over all ranks. Returns true if any was removed.

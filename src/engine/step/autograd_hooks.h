@@ -37,12 +37,13 @@ GraphPlace now();
 GraphPlace in_graph();
 
 // When the backward reaches one of `outputs`, runs `before` with the place of that output's node.
-// Skips outputs without a gradient and outputs older than `since` (a now()): a unit may return its
-// own input.
+// Skips outputs without a gradient. Also skips outputs older than `since` (a result of now()),
+// because a unit may return its own input.
 void before_backward_of(const std::vector<at::Tensor>& outputs, const GraphPlace& since,
                         const std::function<void(const GraphPlace&)>& before);
 
-// Returns whether each of `outputs` is an embedding lookup, whose backward reads no parameter.
+// Returns whether each of `outputs` is an embedding lookup. The backward of a lookup reads no
+// parameter.
 bool only_looked_up(const std::vector<at::Tensor>& outputs);
 
 // Runs `taken` each time autograd has accumulated into a leaf's .grad. The hook is removed with

@@ -1,6 +1,7 @@
 #pragma once
-// BackwardEnd: ends a backward that model code or the engine interrupted, or that reached no hook
-// of this rank. Used only by the model's thread, or by autograd's thread while a backward runs.
+// BackwardEnd: ends a backward that raised (in model code or in the engine), or that reached no
+// hook of this rank. Used only by the model's thread, or by autograd's thread while a backward
+// runs.
 #include <cstdint>
 #include <memory>
 
@@ -21,9 +22,9 @@ struct Core::State::BackwardEnd {
   };
 
   // Must run before a call that changes the window. If model code raised in the last backward, that
-  // backward ends here: as in torch, the gradients that it gave stay, and it counts. If the engine
-  // raised, some sums are incomplete: if `drops` is set and the window has no other backward, this
-  // call drops the window; otherwise it throws RuntimeFault until zero_grad() is called.
+  // backward ends here. As in torch, it counts, and the gradients that it produced stay. If the
+  // engine raised, some sums are incomplete. Then this call drops the window if `drops` is set and
+  // the window has no other backward. Otherwise it throws RuntimeFault until zero_grad() is called.
   void after_error(const char* call, bool drops);
   // Counts the last backward if it reached no hook of this rank. Returns whether that backward was
   // counted.

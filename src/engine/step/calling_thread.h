@@ -1,7 +1,7 @@
 #pragma once
-// CallingThread: which thread is in a call of the engine. An engine has one state, so a forward, a
-// backward or a step refuses to begin while another thread is in such a call. Usable from any
-// thread.
+// CallingThread: records which thread is in a call of the engine. An engine has one state, so while
+// one thread is in a forward, a backward or a step, such a call from any other thread is refused.
+// Usable from any thread.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,14 +14,14 @@ namespace penstock::engine {
 
 class CallingThread {
  public:
-  // Returns the name of a thread by the number that the operating system gave it; "" for a thread
+  // Takes a thread's number in the operating system and returns the thread's name; "" for a thread
   // that no caller started (a thread of autograd).
   using Name = std::function<std::string(int64_t)>;
 
   void name_by(Name name) { name_ = std::move(name); }
 
-  // Begins a call, perhaps inside another one of this thread. Throws RuntimeFault if another thread
-  // is in a call.
+  // Begins a call. It may be inside an earlier call of this thread. Throws RuntimeFault if another
+  // thread is in a call.
   void enter(const std::string& call);
   void leave();
   // Calls enter(). The returned object calls leave() when it is destroyed.

@@ -60,8 +60,8 @@ bool Core::any_forward(bool mine) {
   state_->check_open("forward");
   const std::string all = engine::say_each(*state_->executor, "any forward", mine);
   const bool any = all.find('1') != std::string::npos, ended = all.find('0') != std::string::npos;
-  // A rank that has no more batches runs the plan of a forward. Before the end of step one, the
-  // plan does not have the tiles yet.
+  // If a rank has no more batches, it runs the plan of a forward. Until the end of step one, this
+  // plan does not have the tiles.
   if (any && ended && state_->moves_params && !state_->order->done() &&
       !state_->tiled->all().empty()) {
     throw RuntimeFault(
@@ -204,8 +204,7 @@ void Calls::end_backward() {
 }
 
 void Calls::failed(const std::string& call, const std::string& error) {
-  // A call that was refused because of another thread's call changed nothing, and the other call
-  // goes on.
+  // A call that was refused changed nothing: a different thread is in a call, which goes on.
   if (state_->closed || state_->calling.take_refused()) return;
   leave_turn(state_->group->board(), concat("called ", call, "(), which raised ", error), true);
 }

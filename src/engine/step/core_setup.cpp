@@ -126,7 +126,7 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
       concat("[engine::initialize] the ranks have different models or configs: ", difference));
 }
 
-// A user's optimizer would see shards of this rank's part as shards of the full tensor.
+// To a user's optimizer, the shards of this rank's part would look like shards of the full tensor.
 void check_optimizer(const Config& config, bool external) {
   const MeshConfig& mesh = config.mesh;
   if ((mesh.tensor == 1 && mesh.pipeline == 1) || !external) return;

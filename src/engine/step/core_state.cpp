@@ -66,8 +66,8 @@ void check_groups(const Config& config, const std::vector<OptimizerConfig>& grou
   }
 }
 
-// Thrown by Update::hear if the window turns out to be incomplete, because backwards without a
-// gradient on any rank do not count. The window stays open and no update is made.
+// Thrown by Update::hear if the window is not complete after all: backwards without a gradient on
+// any rank do not count. The window stays open and no update is made.
 class StillOpen : public std::exception {};
 
 // Throws if users edited a gathered unit that is about to be freed. Inside gathered(), release()
@@ -87,7 +87,7 @@ bool holds_all(const engine::Driver& driver, const exec::Executor& executor) {
   return true;
 }
 
-// Returns whether each backward of a window reduces its gradients, not only the last one.
+// Returns whether all backwards of a window reduce their gradients, and not only the last backward.
 bool reduces_each(const exec::Executor& executor) {
   return num_shards(executor.table().at(Role::kGrad, Phase::kHold), executor.mesh()) > 1;
 }
@@ -98,7 +98,7 @@ void add_once(std::vector<int>& units, int unit) {
 
 // Returns whether the backward in progress accumulates gradients of this model. It does not in
 // torch.autograd.grad(), in a backward(inputs=...) for other tensors, or if this model is frozen
-// and another model's backward passes through it.
+// and a backward of a second model goes through it.
 bool expects_gradients(const tiles::TiledWeights& tiled,
                        const std::vector<engine::GradientHook>& hooks) {
   if (!tiled.all().empty() && !engine::in_side_backward()) return true;
@@ -172,8 +172,8 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
 }
 
 // [all ranks] Returns whether this backward goes through several forwards on any rank, so that it
-// may return to units in an order that no plan has. Graphs that have been freed do not count, as
-// those of an evaluation without no_grad().
+// may return to units in an order that no plan has. Graphs that have been freed do not count (for
+// example, those of an evaluation without no_grad()).
 bool Core::State::returns_to_units() {
   const Forwards since = std::exchange(forwards, {});
   if (since.begun < 2 || !order->may_return()) return false;
@@ -223,8 +223,8 @@ void Core::State::forward_failed(const std::string& error) {
   driver->abandon();
 }
 
-// Publishes this rank's error as its position. Other ranks will wait for this rank in their next
-// collective, and their errors quote the position.
+// Publishes this rank's error as its position. In their next collective, other ranks will wait for
+// this rank, and their errors will quote the position.
 void Core::State::failed(const char* what, const std::string& error) {
   faulted = true;
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
@@ -343,18 +343,17 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   // A recomputed forward begins later in the graph than the nodes that use its values.
   if (!entered[unit] || entered[unit]->follows(since)) entered[unit] = since;
   const bool spans = order->spans(unit);
-  // The plan of step one has the unit's lines at its module. Entering the unit would run all lines
-  // before them.
+  // In the plan of step one, the unit's lines are at the place of its module. To enter the unit
+  // here would run all earlier lines of the plan.
   if (spans && !order->done()) return driver->pin(unit);
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
   if (!expected[unit] && unit != 0 && !spans) add_once(frozen_open, unit);
 }
 
-// A frozen weight has no gradient that marks its last use in backward. Autograd works from later
-// forward nodes to earlier ones, so the last use has ended when the backward reaches a node that
-// was recorded before the forward of the unit. The tiles of layers inside the unit are entered
-// before that.
+// No gradient marks the last use of a frozen weight in backward. Autograd works from later forward
+// nodes to earlier ones. So the last use has ended when the backward reaches a node that is older
+// than the forward of the unit. The tiles of layers inside the unit are entered before that.
 void Core::State::complete_frozen(int except, const engine::GraphPlace& at) {
   const std::vector<int> open = std::exchange(frozen_open, {});
   for (const int unit : open) {
@@ -464,7 +463,7 @@ void Core::State::end_backward() {
   if (order->done()) return;
   // A backward through frozen weights alone does not show the order of the units.
   const bool gave = model_ranks.stages || window->gave();
-  // Only the ranks of this stage exchange texts, because other stages are elsewhere in the
+  // Only the ranks of this stage exchange texts, because other stages are at other places in the
   // schedule.
   const std::vector<std::string> all = executor->share("gave in step one", gave ? "1" : "0", true);
   if (std::count(all.begin(), all.end(), "1") == 0) return;
@@ -520,7 +519,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
     driver->finish();
-    // If forwards compute with the resting parameters, the user may read them right after step().
+    // If forwards compute with resting parameters, the user may read these right after step().
     if (!config.offload.late_update || executor->table().rests_whole()) {
       executor->updates().finish();
     }

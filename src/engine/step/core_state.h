@@ -61,7 +61,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
 
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
             const std::string& options);
-  // Handles changes that users made to `.grad` since the last call. `adds`: a backward begins.
+  // Handles the changes that users made to `.grad` since the previous look. `adds`: a backward
+  // begins.
   void look_at_gradients(bool adds);
   // Drops the window and its accumulated gradients, including those of a backward that raised.
   void drop_gradients();
@@ -116,7 +117,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   engine::LossScale loss_scale;
   int64_t skipped = 0;   // steps skipped because of overflow
   std::string overflow;  // error text of the last skipped step
-  bool faulted = false;  // a forward, backward or update raised; no forward has begun since
+  bool faulted = false;  // a forward, backward or update raised, and no forward has begun since
   std::string trouble;   // step, call and text of that error
   bool closed = false;
   std::string closed_by;  // see Values::set_closed_by()

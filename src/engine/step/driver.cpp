@@ -119,9 +119,9 @@ int Driver::computing() const {
   return innermost;
 }
 
-// Records a compute event. Forward events nest like calls. Backward events follow each other: an
-// entered unit may wait while autograd works on another unit, so its event begins when the backward
-// of the previous unit ended.
+// Records a compute event. Forward events nest like calls. Backward events follow each other. An
+// entered unit may wait while autograd works on a different unit, so an event begins at the end of
+// the previous unit's backward.
 void Driver::compute_ends(Op op, int unit) {
   if (!recorder_.on()) return;
   const int64_t now = trace::now_ns(), began = std::exchange(began_ns_[unit], 0);
@@ -158,11 +158,11 @@ void Driver::leave(Op op, int unit) {
   compute_ends(op, unit);
   if (op == Op::kBackward) done_[unit] = true;
   if (running_) {
-    // A unit whose parameters do not move has no enter(), so its first line is passed here.
+    // If the unit's parameters do not move, there was no enter(), so its first line is passed here.
     if (!entered) pass(find(op, unit, false));
     const size_t end = find(op, unit, true);
-    // A backward that returns to units may still enter a unit whose end comes first. finish() runs
-    // these lines.
+    // A backward that returns to units may enter a unit again after the line of its end. finish()
+    // runs these lines.
     const bool skips =
         op == Op::kBackward && executor_.table().moves_params() && end != kNotFound &&
         std::any_of(steps_->begin() + static_cast<ptrdiff_t>(next_),
@@ -293,8 +293,8 @@ void Driver::finish() {
   finishing_ = true;
   run_to(steps_->size());
   pump();
-  // Only now is it known which gradients are late, because later moves of the section may return a
-  // gradient to the place where backwards leave it.
+  // Later moves of the section may return a gradient to the place where backwards leave it. So only
+  // now is it known which gradients are late.
   if (is_backward(section_)) {
     std::fill(late_.begin(), late_.end(), false);
     for (const exec::PlannedStep& planned : *steps_) {

@@ -2,13 +2,13 @@
 // Driver: matches the events of eager code with the lines of the plan. Used only by the model's
 // thread (by autograd's thread while a backward runs).
 //
-// [Note: Driving a plan] An event names a compute line, and the driver runs the section's lines up
-// to it. This includes lines of units that this rank skips, so ranks that take different branches
-// still issue the same collectives in the same order. Gradient moves wait in a queue, in plan
-// order, until the unit's gradients are complete. The remaining lines run when the section ends. An
-// event that the plan does not foresee is served on demand (require, release): this is correct, but
-// the moves do not start early. If only some ranks have such an event, their collectives do not
-// match, and the timeout error names both collectives.
+// [Note: Driving a plan] An event names a compute line, and the driver runs all lines of the
+// section before that line. These include lines of units that this rank skips, so ranks that take
+// different branches still issue the same collectives in the same order. Gradient moves wait in a
+// queue, in plan order, until the unit's gradients are complete. The remaining lines run when the
+// section ends. For an event that the plan does not foresee, the moves run on demand (require,
+// release). The results are the same, but the moves do not start early. If only some ranks have
+// such an event, their collectives do not match, and the timeout error names both collectives.
 #include <array>
 #include <deque>
 #include <map>
@@ -32,22 +32,22 @@ class Driver {
   void enter(Op op, int unit);
   // Must be called when the unit's forward has ended or its gradients are complete.
   void leave(Op op, int unit);
-  // Must be called when a use of a tile in backward has ended, and the tile will be entered again
+  // Must be called when a use of a tile in backward has ended but the tile will be entered again
   // before its gradients come.
   void pause(int unit);
   // Keeps the unit whole until the next backward section ends. Must be called when
   // torch.autograd.grad() went through the unit, because the resulting graph may be differentiated
   // again.
   void pin(int unit);
-  // Keeps the units whole, for gathered(), until let_go() was called as often as hold().
+  // Keeps the units whole for gathered(), until let_go() has been called as often as hold().
   void hold(const std::vector<int>& units);
   void let_go(const std::vector<int>& units);
   int held(int unit) const { return held_[static_cast<size_t>(unit)]; }
   bool holds() const;  // returns whether any unit is held
   // Runs the remaining lines of the section, in plan order.
   void finish();
-  // Returns, by unit, whether a gradient came on this rank after its move in the last backward (for
-  // example in a block that was recomputed twice).
+  // Returns, by unit, whether a gradient of the last backward came on this rank after its move had
+  // run (for example in a block that was recomputed twice).
   std::vector<bool> late() const;
   // [all ranks] Runs the gradient moves of section `backward` again for the units in `late`.
   void move_late(const std::vector<bool>& late, Section backward);

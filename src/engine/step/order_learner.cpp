@@ -10,7 +10,7 @@ namespace penstock::engine {
 
 namespace {
 
-// Returns the visits with an end of each whole unit before the end of the root.
+// Returns the visits, with the end of each whole unit moved to just before the end of the root.
 std::vector<Visit> whole_until_the_end(std::vector<Visit> visits) {
   std::vector<Visit> ends;
   for (Visit& visit : visits) {
@@ -72,8 +72,9 @@ bool OrderLearner::enters_again(int unit) const {
   return scope_.moves_params && in_forward_ && forward_.has(unit);
 }
 
-// Returns the recorded visits, and whole visits of units that did not run. Each of these follows
-// the unit before it in the assumed order, so that a rank that runs it later finds it in its place.
+// Returns the recorded visits, and whole visits of units that did not run. A unit that did not run
+// comes after its predecessor in the assumed order. If a rank runs the unit later, the visit is
+// then in the right place.
 std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
                                         const std::vector<Visit>& assumed) const {
   std::vector<Visit> visits = record.visits(static_cast<int>(assumed_.units.size()));
@@ -82,7 +83,8 @@ std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
   int before = -1;
   for (const Visit& visit : assumed) {
     if (visit.unit != 0 && std::none_of(visits.begin(), visits.end(), of(visit.unit))) {
-      // After the first visit, because later visits of a unit that runs twice come after others.
+      // After the first visit of that unit: if it runs twice, other units come before its second
+      // visit.
       auto place = std::find_if(visits.begin(), visits.end(), of(before));
       place = place == visits.end() ? visits.begin() : place + 1;
       const bool stays = visit.mark == Mark::kBegin;
@@ -144,8 +146,8 @@ ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
     stays_whole_ = false;
     return seen;
   }
-  // Ranks may skip different units, so the assumed order is kept. If parameters move, the assumed
-  // order must have fit on every rank. If only gradients move, any common order is right.
+  // Ranks may skip different units, so the assumed order is kept. If parameters move, this order
+  // must have fit every rank. If only gradients move, any common order is right.
   bool served = true;
   for (const std::string& count : share("off plan in step one", std::to_string(off_plan))) {
     served &= count == "0";

@@ -1,6 +1,6 @@
 #pragma once
-// OrderLearner: learns in step one the order in which a model's units run. All ranks then agree on
-// it. Pure, except for the collective that agree() is given.
+// OrderLearner: learns the order in which a model's units run in step one. All ranks then agree on
+// this order. Pure, except for the collective that agree() is given.
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -37,17 +37,17 @@ class OrderLearner {
   }
   bool done() const { return done_; }  // agree() was called, so nothing more is recorded
 
-  // Begins a forward. A new training forward replaces the recorded one, so the last one before the
-  // backward counts.
+  // Begins a forward. A new training forward replaces the recorded one, so the last training
+  // forward before the backward counts.
   void begin_forward(bool trains);
   void end_forward() { in_forward_ = false; }
   void begin_backward();
 
-  // Returns whether a backward that returns to units needs keep_whole(): parameters move, and the
-  // ranks have not agreed on an order that they saw.
+  // Returns whether keep_whole() is needed for a backward that returns to units. It is if
+  // parameters move and the ranks have not agreed on an order that they saw.
   bool may_return() const;
-  // Lets the assumed backward keep all units whole to its end. Such a backward may go through
-  // several forwards, and each rank may return to other units.
+  // Makes the assumed backward keep all units whole to its end. A backward may go through several
+  // forwards, and ranks may return to different units.
   void keep_whole();
   const ModelDesc& assumed() const { return assumed_; }
 
@@ -66,8 +66,8 @@ class OrderLearner {
 
   // [all ranks] If every rank saw the same order, returns the model in that order. Otherwise
   // returns it in the assumed order. `off_plan`: number of events of this rank that the assumed
-  // order did not foresee. If the ranks saw different orders, parameters move, and the assumed
-  // order does not fit every rank, agree() throws RuntimeFault with the first difference.
+  // order did not foresee. Throws RuntimeFault with the first difference if the ranks saw different
+  // orders, parameters move, and the assumed order does not fit every rank.
   ModelDesc agree(int64_t off_plan, const ShareText& share);
 
  private:

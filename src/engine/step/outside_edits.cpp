@@ -156,7 +156,8 @@ std::string OutsideEdits::edited(int index, bool always) {
       if (slot.param._version() != slot.version || flat.print_differs(slot)) return slot.name;
     }
   }
-  // The comparison copies the resting shard to the device or from disk, so it is made rarely.
+  // The comparison would copy the resting shard to the device or read it from disk, so it is made
+  // rarely.
   const Tier rest = executor_.table().at(Role::kParam, Phase::kRest).tier;
   const bool on_accelerator = !executor_.traffic().tiers().computes.is_host();
   if ((rest == Tier::kDisk || (rest == Tier::kHost && on_accelerator)) && !always) {
@@ -193,7 +194,7 @@ OutsideEdits::SeenGradients OutsideEdits::look_at_gradients(bool adds) {
            "engine.backward() to add to them");
   }
   if (dropped.empty()) return SeenGradients::kKept;
-  // If all were dropped, users called zero_grad(), and the caller drops the whole window.
+  // If all gradients were dropped, users called zero_grad(), and the caller drops the whole window.
   if (dropped.size() == num_shown) return SeenGradients::kAllDropped;
   for (Param* param : dropped) forget(*param);
   return SeenGradients::kSomeDropped;

@@ -1,10 +1,10 @@
 #pragma once
 // OutsideEdits: finds what users changed in parameters and gradients between the engine's calls.
 //
-// [Note: At the border] Parameters are the user's objects. torch sends no event when one is edited,
-// gets new memory or is swapped. So each call of the engine compares every parameter with the
-// state that the engine left. A change that the engine can take over has the same effect as in
-// torch. Any other change raises an error that names the parameter.
+// [Note: At the border] Parameters are the user's objects. When a parameter is edited, gets new
+// memory or is swapped, torch sends no event. So each call of the engine compares every parameter
+// with the state in which the engine left it. A change that the engine can take over has the same
+// effect as in torch. Any other change raises an error that names the parameter.
 //
 //   values edited in place   the update adds them to the masters (Updates::take_edits); gathered
 //                            values that are not written back are compared before they are freed
@@ -40,18 +40,19 @@ class OutsideEdits {
   void look_at_params();
   // Returns the first gathered parameter of the unit that was written to in place, or "". It checks
   // torch's version counter, then the values, because torch does not count writes to `.data`. Only
-  // this rank's shard is compared. If the shard must be read from disk or copied to a device, only
-  // the first four calls and then every 32nd call compare values, unless `always` is set.
+  // this rank's shard is compared. To compare values, the shard may have to be read from disk or
+  // copied to a device. Then only the first four calls and every 32nd call compare values, unless
+  // `always` is set.
   std::string edited(int unit, bool always);
   // Throws a RuntimeFault which says that the edit of `param` would be lost. Does nothing if
   // `param` is "".
   static void refuse_edit(const std::string& param, const char* where);
 
   enum class SeenGradients { kKept, kSomeDropped, kAllDropped };
-  // Finds changes of `.grad`. Drops the gradients that users set to None. If users set all of them
-  // to None, drops none, because the caller then drops the window. Throws RuntimeFault if users
-  // assigned a `.grad`. Before a backward (`adds`), it throws only if the assigned gradient
-  // replaced a hollow one.
+  // Finds changes of `.grad`. Drops the gradients that users set to None. If users set all
+  // gradients to None, drops none, because the caller then drops the window. Throws RuntimeFault if
+  // users assigned a `.grad`; before a backward (`adds`), only if the assigned gradient replaced a
+  // hollow one.
   SeenGradients look_at_gradients(bool adds);
   void show_gradients();
   void hide_gradients();

@@ -29,8 +29,8 @@ void look_then_run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::ji
   op.callBoxed(stack);
 }
 
-// Registered at the first use, so that a program that never trains with moving parameters can use
-// the dispatch key for something else.
+// Registered at the first use. So if a program never trains with moving parameters, it can use the
+// dispatch key for something else.
 void register_fallback() {
   static const auto library = [] {
     auto lib = std::make_unique<torch::Library>(torch::Library::IMPL, "_",

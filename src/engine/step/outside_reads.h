@@ -7,8 +7,8 @@
 namespace penstock::engine {
 
 // [Note: Outside reads] A model may read a parameter outside the module that owns it. In the first
-// forward the engine checks the arguments of every op, by a fallback on a dispatch key that torch
-// itself does not use (about 0.1 us per op). If an op is about to read a freed parameter, the
+// forward, the engine checks the arguments of every op. It uses a fallback on a dispatch key that
+// torch itself does not use (about 0.1 us per op). If an op is about to read a freed parameter, the
 // engine gathers the parameter's unit first. From then on, the unit is kept whole for entire
 // passes. Later passes run without the fallback, so reading a freed parameter raises an error
 // (Slot::guard).

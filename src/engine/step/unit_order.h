@@ -21,9 +21,9 @@ class OrderRecord {
   bool has(int unit) const;
   void clear() { events_.clear(); }
   bool empty() const { return events_.empty(); }
-  // Returns the visits in order. A unit whose end directly follows its begin becomes one whole
-  // visit. The root and units that contain others have a begin and an end. Units that never ran
-  // come last.
+  // Returns the visits in order. If a unit's end directly follows its begin, the unit becomes one
+  // whole visit. The root and units that contain others have a begin and an end. Units that never
+  // ran come last.
   std::vector<Visit> visits(int num_units) const;
 
  private:

@@ -20,15 +20,15 @@ namespace penstock::engine {
 // traces and saves.
 inline constexpr size_t kSaidBesides = sizeof(uint64_t) + 2;
 
-// Returns this rank's facts about the window as a text. Its length is the same on every rank.
+// Returns this rank's facts about the window as a text. The text has the same length on every rank.
 std::string say_window(const AccumulationWindow& window, const Driver& driver);
-// Returns a hash of the optimizer's options. It has the same length on every rank, and equal
-// options have equal hashes.
+// Returns a hash of the optimizer's options. Equal options have equal hashes, and the length is the
+// same on every rank.
 std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others);
 // Takes the texts of all ranks, by rank. A text may end with options_text(). Removes backwards that
-// produced no gradient on any rank, and moves late gradients. Returns false if it did either. The
-// ranks must then exchange their texts again. Throws RuntimeFault if ranks ended different numbers
-// of backwards or have different options.
+// produced no gradient on any rank, and moves late gradients. Returns false if it did one of these;
+// the ranks must then exchange their texts again. Throws RuntimeFault if ranks ended different
+// numbers of backwards or have different options.
 bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver);
 // Removes the last digit of each rank's text: the save urgency that the rank wants. Raises `agreed`
 // to the highest digit and clears `wanted`.
@@ -42,10 +42,11 @@ std::vector<std::string> share_text(exec::Executor& executor, const std::string&
 // rank has one.
 std::string first_problem(exec::Executor& executor, const std::string& label,
                           const std::string& mine);
-// [all ranks] Must be called before a forward or backward that runs collectives. If the window has
-// its last backward already, other ranks may be in step(), and would wait until a timeout. So the
-// ranks make the exchange of the norm, in which all of them then call `drop` and throw a
-// RuntimeFault at once. Does nothing in a pipeline, whose schedule decides what follows a backward.
+// [all ranks] Must be called before a forward or backward that runs collectives. If the window
+// already had its last backward, other ranks may be in step(), and would wait until a timeout. So
+// this call takes part in the exchange of the norm. All ranks then call `drop` and throw a
+// RuntimeFault at once. Does nothing in a pipeline, because there the schedule decides what follows
+// a backward.
 void go_on(exec::Executor& executor, const AccumulationWindow& window, const Driver& driver,
            exec::Norm::Next next, const std::function<void()>& drop);
 // Returns "DID in step 3 after 1 of 4 backwards", for take_turn(). `steps`: updates so far.

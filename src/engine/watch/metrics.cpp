@@ -187,7 +187,8 @@ void Core::State::Observer::write_trace(const engine::TraceWish& wish) {
     try {
       const std::string more = wish.more(state.tiers.recorder->about.offset_ns);
       own += (own.empty() || more.empty() ? "" : ",\n") + more;
-    } catch (const std::exception& error) {  // only reported, because other ranks wait in collect()
+    } catch (const std::exception& error) {  // not thrown, only reported, because other ranks wait
+                                             // in collect()
       say(concat("the trace has only the lanes' events: ", reason(error)));
     }
   }
@@ -199,7 +200,7 @@ void Core::State::Observer::write_trace(const engine::TraceWish& wish) {
   if (state.group->rank() != 0) return;
   try {
     write_file(wish.path, trace::chrome_trace(parts, "{}"));
-  } catch (const RuntimeFault& error) {  // only reported, because the step was applied
+  } catch (const RuntimeFault& error) {  // not thrown, only reported, because the step was applied
     say(error.what());
   }
 }

@@ -72,14 +72,14 @@ class Monitor {
   std::set<std::string> dumped;       // calls whose first error was dumped
   // Requests a trace and replaces an earlier request. Recording starts at the trace's first step.
   void ask(TraceWish wish);
-  // Returns the requested trace and forgets it, if its last step was recorded.
+  // If the last step of the requested trace was recorded, returns the trace and forgets it.
   std::optional<TraceWish> take_finished();
   // In the exchange for the norm, the ranks agree on whether a trace ends with this step. say()
   // returns this rank's digit, and hear() removes the digit from the end of each rank's text.
   char say() const { return wish_ && applied_ + 1 >= wish_->last ? '1' : '0'; }
   void hear(std::vector<std::string>& all);
-  // Returns the ranks whose trace does not end with this step. If there are any, a collective that
-  // writes the trace would not return.
+  // Returns the ranks whose trace does not end with this step. If there are such ranks, the
+  // collective that writes the trace would never return.
   const std::vector<int>& without() const { return without_; }
 
  private:

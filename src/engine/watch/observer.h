@@ -26,15 +26,15 @@ struct Core::State::Observer {
   // with this step.
   void end_step(const std::vector<OptimizerConfig>& groups);
   // Simulates a step of `batch.accumulate` micro-batches. Returns nothing without
-  // `monitor.machine`, in pipelines, and before the FLOPs or the tokens of a forward were counted.
-  // If only tokens were counted, it assumes 2 FLOPs per parameter and token for a forward.
+  // `monitor.machine`, in pipelines, and as long as neither FLOPs nor tokens of a forward were
+  // counted. If only tokens were counted, it assumes 2 FLOPs per parameter and token for a forward.
   // Exchanges of activations are not included.
   std::optional<Prediction> predict() const;
   // Returns the events as part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);
-  // Must be called after an error in a `call` ("forward"). Writes the last steps to a file, only
-  // once for each kind of call, because a script may catch errors in a loop. Prints the path of the
-  // file to stderr once.
+  // Must be called after an error in a `call` ("forward"). Writes the last steps to a file and
+  // prints the file's path to stderr once. A script may catch errors in a loop, so there is only
+  // one write for each kind of call.
   void dump(const std::string& call);
   // Ends the run. No step may follow.
   void end();

@@ -24,8 +24,8 @@ nlohmann::json number(double value) {
   return whole ? nlohmann::json(static_cast<int64_t>(value)) : nlohmann::json(value);
 }
 
-// Returns whether the file ends within a line, as after a process was killed while writing. Leaves
-// the position at the end.
+// Returns whether the file ends within a line. It does if a process was killed during a write.
+// Leaves the position at the end.
 bool ends_within_a_line(std::fstream& file) {
   file.seekg(0, std::ios::end);
   if (file.tellg() <= 0) return false;
@@ -121,7 +121,8 @@ void RunFiles::run() {
 
 void RunFiles::write(const FileTask& task) {
   if (!task.name.empty()) {
-    // The text is written to a new file that is then renamed, so that readers never see half of it.
+    // The text is written to a new file, which is then renamed. So readers never see half of the
+    // text.
     const std::string path = concat(folder_, "/", task.name), made = path + ".new";
     std::ofstream file(made);
     file << task.text;

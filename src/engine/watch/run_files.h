@@ -1,6 +1,6 @@
 #pragma once
-// RunFiles: the files of a run, which a separate thread writes. Training never waits for writes: if
-// the queue is full, a row is dropped. A failed write is reported once on stderr.
+// RunFiles: the files of a run. A separate thread writes them, so training never waits: if the
+// queue is full, a row is dropped. A failed write is reported once on stderr.
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -16,8 +16,8 @@
 namespace penstock::engine {
 
 // metrics.jsonl has one JSON object per row, with null for an unknown value. metrics.csv has a
-// heading row, and an empty cell for an unknown value. Rows are appended, so whenever the process
-// ends, the files are valid up to the last row. Formats that only Python writes are ignored here.
+// heading row, and an empty cell for an unknown value. Rows are appended, so the files are valid up
+// to the last row, whenever the process ends. Formats that only Python writes are ignored here.
 class RunFiles {
  public:
   static constexpr size_t kMostWaiting = 4096;  // rows

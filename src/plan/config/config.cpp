@@ -157,8 +157,8 @@ bool has_cell(const Config& config, const char* role, const char* phase, Tier ti
   return false;
 }
 
-// "auto" may become any tier later. A key that needs a tier is therefore refused only if neither a
-// cell nor a possible tier can use it.
+// "auto" may become any tier later. So if a key needs a tier, it is refused only if no cell has
+// this tier and no offload key can become it.
 void parse_offload(const Json& value, Config* config) {
   OffloadConfig* const offload = &config->offload;
   if (value == "auto") {

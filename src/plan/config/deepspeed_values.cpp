@@ -23,9 +23,9 @@ using Json = nlohmann::ordered_json;
 
 // [Note: Values of DeepSpeed's configs] DeepSpeed reads most sections with pydantic, which converts
 // values: "1e8" is not a whole number, but "100", 100.0 and true are. Such a section drops keys
-// with the value "auto" and refuses unknown keys. DeepSpeed reads the top level, and the sections
-// that are not pydantic models, as dicts: values stay as they are, "auto" stays text, and
-// operations on values may fail later. Each row below has the type of one key;
+// with the value "auto" and refuses unknown keys. The top level, and sections that are not pydantic
+// models, are dicts to DeepSpeed: their values stay as they are, "auto" stays text, and operations
+// on values may fail later. Each row below has the type of one key;
 // tests/weekly/deepspeed_configs.py compares the table with DeepSpeed's parser.
 enum class ValueType {
   kModel,    // a section that is a pydantic model: fixed keys
@@ -465,7 +465,7 @@ class ValueReader {
       if (known != name && value != "auto" && same != given.end() && *same != "auto")
         fail_deepspeed(concat("\"", prefix, name, "\" and \"", prefix, known,
                               "\" are the same key: keep only \"", prefix, known, "\""));
-      // In a dict, a key with a dot is an ordinary name, which DeepSpeed does not read.
+      // In a dict, a key with a dot is only one name, which DeepSpeed does not read.
       const bool dotted = name.find('.') != std::string::npos;
       const ValueRow* row = dotted ? nullptr : row_of(prefix + known);
       if (row == nullptr && model && value != "auto") fail_unknown(prefix, name);

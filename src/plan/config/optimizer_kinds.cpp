@@ -67,7 +67,7 @@ std::span<const OptimizerKind> optimizer_kinds() {
        .defaults = {.type = kSgd, .weight_decay = 0.0},
        .moments = {"momentum_buffer"},
        .needs_momentum = true},
-      // No moments_dtype: the sum only grows, and in bf16 it would soon stop changing.
+      // There is no moments_dtype: the sum only grows, and in bf16 it would soon stop changing.
       {.name = "Adagrad",
        .keys = {"lr", "weight_decay", "eps", "lr_decay"},
        .defaults = {.type = kAdagrad, .lr = 1e-2, .eps = 1e-10, .weight_decay = 0.0},

@@ -58,7 +58,8 @@ TEST(OptimizerKinds, AConfigAsItStandsIsAdamW) {
   EXPECT_EQ(config.json(), parsed);
 }
 
-// Defaults of torch.optim, and of arXiv:2302.06675. A Python test compares the former with torch.
+// Defaults of torch.optim, and of arXiv:2302.06675. A Python test compares the defaults of
+// torch.optim with torch.
 TEST(OptimizerKinds, Defaults) {
   EXPECT_EQ(kind_of(kAdamW).defaults.weight_decay, 0.01);
   EXPECT_EQ(kind_of(kAdam).defaults.weight_decay, 0.0);

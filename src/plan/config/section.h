@@ -1,5 +1,6 @@
 #pragma once
-// Reads a config's JSON: sections that refuse unknown keys, and the errors for bad values.
+// Reads a config's JSON. Has the sections, which refuse unknown keys, and the errors for bad
+// values.
 #include <algorithm>
 #include <cctype>
 #include <cmath>

@@ -120,8 +120,8 @@ class Chooser {
     int64_t params, block_params;
   };
 
-  // Returns the first stage, the last stage and the largest stage between them, ordered so that the
-  // largest of these comes first.
+  // Returns three stages: the first, the last, and the largest one between them. The largest of the
+  // three comes first.
   std::vector<StageCost> stages_of(const MeshAlternative& mesh) const {
     std::vector<StageCost> stages;
     std::set<int64_t> sizes;
@@ -142,8 +142,8 @@ class Chooser {
     return static_cast<double>(mesh.micro * question_.shape.sequence);
   }
 
-  // Each stage is treated as a separate model, whose state is sharded over the stage's data ranks.
-  // No other stage needs more of any resource than the largest one.
+  // Each stage is treated as a separate model whose state is sharded over the stage's data ranks.
+  // The largest stage needs the most of every resource.
   std::vector<Alternative> states_of(const MeshAlternative& mesh,
                                      const std::vector<StageCost>& stages) const {
     Question question{question_.asked, {"ddp", "zero1", "zero2", "zero3"}, false};

@@ -1,7 +1,7 @@
 #pragma once
-// Choice of a mesh: computes the cost of every tensor x pipeline x data mesh of a cluster with
-// closed formulas, for one rank per stage, and sorts the meshes, the best first. Pure functions.
-// docs/parallel.md lists the costs that are counted.
+// Choice of a mesh: computes the cost of every tensor x pipeline x data mesh of a cluster, and
+// sorts the meshes, the best first. The costs are closed formulas, for one rank per stage. Pure
+// functions. docs/parallel.md lists the costs that are counted.
 #include <vector>
 
 #include "src/plan/cost/mesh_plan.h"
@@ -10,7 +10,8 @@
 namespace penstock {
 
 // Returns the part of a model that pipeline rank `rank` has, for one tensor rank. Each stage has
-// about the same number of consecutive blocks; the root is on the first stage and on the last.
+// about the same number of consecutive blocks. The root is on the first stage and on the last
+// stage.
 ModelDesc stage_of(const ModelDesc& model, int tensor, int pipeline, int rank, int data);
 
 // `model` must be described for as many data ranks as the cluster has ranks.

@@ -126,8 +126,8 @@ TEST(MeshChoice, HeadsAndTheNodeLimitTensorRanks) {
 }
 
 // Seconds per step from published_test.cpp's table: FLOPs of arXiv:2104.04473, equation 3, divided
-// by the simulated MFU. At the same rate of multiplications, the proposals are faster, because
-// reads and writes between the multiplications do not count here.
+// by the simulated MFU. With the same rate of multiplications, the proposals are faster: they do
+// not count reads and writes between multiplications.
 struct Published {
   TransformerShape shape;
   int nodes, tensor, pipeline, virtual_stages;

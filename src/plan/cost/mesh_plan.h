@@ -45,7 +45,7 @@ struct PENSTOCK_API MeshAlternative {
 };
 
 struct MeshReport {
-  std::vector<MeshAlternative> alternatives;  // those that fit come first, the fastest first
+  std::vector<MeshAlternative> alternatives;  // first those that fit; the fastest first
   std::string text;  // the ten best, and the best alternative for each remaining mesh
 };
 

@@ -1,9 +1,9 @@
 #pragma once
 // Timeline: when each rank of a pipeline executes each line of its plan. A line begins when its
-// inputs are ready and its lane is free. A rank has one lane each to compute, gather, reduce and
-// update, and a send lane per neighbour. All ranks start together, and links are not shared.
-// Computing waits for activation sums over tensor ranks, and loses the time that lanes take from
-// its cores (Machine::overlap).
+// inputs are ready and its lane is free. A rank has four lanes (compute, gather, reduce, update),
+// and a send lane for each neighbour. All ranks start together, and links are not shared. Computing
+// waits for activation sums over tensor ranks, and loses the time that lanes take from its cores
+// (Machine::overlap).
 #include <cstdint>
 #include <map>
 #include <string>
@@ -17,7 +17,7 @@ namespace penstock {
 
 // Work of a unit on one rank for one micro-batch. Kernels run one after another: a pass takes the
 // time of its FLOPs plus the time of its device memory traffic. These numbers depend on a model's
-// operators, which the planner's description does not have.
+// operators, which are not part of the planner's description.
 struct UnitWork {
   struct ComputePass {
     double flops = 0, memory_bytes = 0;
@@ -33,7 +33,8 @@ struct Timeline {
   struct RankTime {
     double busy = 0;       // seconds of computing, including sums over tensor ranks
     double idle = 0;       // seconds without computing until the end of all passes
-    double most_held = 0;  // peak of micro-batches between forward and backward, by unit size
+    double most_held = 0;  // peak of micro-batches between forward and backward, weighted by unit
+                           // size
     std::map<std::string, int64_t> sent;  // link -> bytes in a step
     std::vector<double> lines;            // seconds of each plan line alone
   };

@@ -103,8 +103,8 @@ TEST(Timeline, BubbleOfStages) {
   EXPECT_NEAR(simulated_bubble("1f1b", 4, 8, even), 9.0 / 24, 1e-9);
   EXPECT_NEAR(simulated_bubble("gpipe", 4, 8, even), 9.0 / 24, 1e-9);
   EXPECT_NEAR(simulated_bubble("interleaved", 2, 8, even), 3.0 / 48, 1e-9);
-  // Stages of 1 + 2 and 2 + 4 seconds: the slower one waits for the first forward, and only the
-  // first stage's backward of the last micro-batch runs after it.
+  // Stages of 1 + 2 and 2 + 4 seconds. The slower stage waits for the first forward. After it, only
+  // the first stage's backward of the last micro-batch runs.
   EXPECT_NEAR(simulated_bubble("1f1b", 2, 4, {{1, 2}, {2, 4}}), (15.0 + 3) / 36, 1e-9);
   EXPECT_THROW(simulated_bubble("1f1b", 3, 4, even), ConfigError);
   EXPECT_THROW(simulated_bubble("zigzag", 2, 4, even), ConfigError);
@@ -148,7 +148,7 @@ TEST(Timeline, TransfersThatHideAndThatDoNot) {
   EXPECT_GT(late.passes, 1.5 * fast.passes);
 }
 
-// A layer on 4 tensor ranks whose first half has a sum in backward and whose second half has one in
+// A layer on 4 tensor ranks. Its first half has a sum in backward, and its second half has a sum in
 // forward. A sum of 200 bytes sends 2 x 3/4 of these bytes, which takes 3 s here.
 TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
   const Mesh mesh = Mesh::of({{Axis::kTensor, 4}});

@@ -1,6 +1,6 @@
 // Simulates published runs: cuts a GPT of the published shape in the published way, plans it with
-// plan_pipeline() and replays the plans. docs/parallel.md lists the assumptions and has the table;
-// the test prints the new row if a row there differs.
+// plan_pipeline() and replays the plans. docs/parallel.md lists the assumptions and has the table.
+// If a row of this table differs, the test prints the new row.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -169,7 +169,7 @@ Gpt gpt_of(const Case& run) {
   const Layer layer(run);
   const int num_stages = run.pipeline * run.virtual_stages;
   const double vocabulary = static_cast<double>(run.vocabulary) / run.tensor;
-  // If layers do not divide evenly, the embedding and the head each count as one layer.
+  // If the layers cannot be divided evenly, the embedding and the head each count as one layer.
   const bool even = run.layers % num_stages == 0;
   const int of_stage = even ? run.layers / num_stages : (run.layers + 2) / num_stages;
   gpt.add({.name = "embedding", .flats = {}, .split = TensorSplit::kRow}, vocabulary * layer.h, 0,

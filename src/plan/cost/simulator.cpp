@@ -35,8 +35,8 @@ class Simulation : StateBytes {
     }
   }
 
-  // `by_line` receives the bytes that each line sends. If it is given, the ledger does not contain
-  // them.
+  // `by_line` receives the bytes that each line sends; the ledger then does not contain these
+  // bytes.
   Ledger run(const Plan& plan, LineBytes* by_line = nullptr) && {
     walk(plan, by_line);
     const Ledger first = ledger_;
@@ -148,7 +148,7 @@ class Simulation : StateBytes {
     meter_.add(publishing_.emplace_back(Held{Tier::kDevice, Use::kBuffers, bytes}));
   }
 
-  // When a forward uses `unit`, a late update has finished it and may have reached any later unit.
+  // When a forward uses `unit`, a late update has finished this unit, and may be at any later unit.
   // So the largest memory of the rest of the update is added during the forward.
   void wait_update(int unit) {
     if (!update_.late_update || updated_.empty()) return;
@@ -173,7 +173,8 @@ class Simulation : StateBytes {
     }
   }
 
-  // Gradients read from disk are freed by the update that uses them; the last chunk frees the rest.
+  // Gradients that were read from disk are freed by the update that uses them; the last chunk frees
+  // all remaining ones.
   void update(int unit, const Chunk& chunk) {
     if (!read_.empty()) {
       meter_.free(read_.front());
@@ -186,8 +187,8 @@ class Simulation : StateBytes {
     free_all(extra_grads_[unit]);
   }
 
-  // The memory from which a gather read is freed when the unit is used. Moves that follow the begin
-  // mark of the unit run before that.
+  // When a unit is used, the source memory of its gather is freed. Moves that follow the begin mark
+  // of the unit run before that.
   void use(const Step& step) {
     for (const int unit : std::exchange(begun_, {})) free_all(staged_[unit]);
     if (step.mark == Mark::kBegin) begun_.push_back(step.units[0]);
@@ -215,7 +216,7 @@ class Simulation : StateBytes {
     }
   }
 
-  // A sum in a low precision becomes fp32 when another backward adds to it (Gradients::widen).
+  // A sum in a low precision becomes fp32 when a second backward adds to it (Gradients::widen).
   void widen(int unit, const Placement& place) {
     const Held low = held(Role::kGrad, unit, place);
     const int64_t wide = wide_bytes(unit, place);
@@ -244,8 +245,8 @@ class Simulation : StateBytes {
     params_[unit].drop();
   }
 
-  // Called when the lane has finished its last gradient move. Frees the buffers of that move and
-  // starts to write its results.
+  // Must be called when the lane has finished its last gradient move. Frees the buffers of that
+  // move and starts to write its results.
   void drain_lane() {
     free_all(lane_);
     if (made_.empty()) return;
@@ -412,8 +413,8 @@ class Simulation : StateBytes {
     }
   }
 
-  // Counts a sum of gradients. Over tensor ranks it covers the partial flats of a unit; over the
-  // stages that share a unit it covers all its flats.
+  // Counts a sum of gradients. A sum over tensor ranks covers the partial flats of a unit; a sum
+  // over the stages that share a unit covers all its flats.
   void sum_grad(Axis axis, int unit) {
     const bool partial_only = axis == Axis::kTensor;
     const Placement& place = grads_[unit].current();

@@ -39,7 +39,7 @@ struct SimulatedUpdate {
 
 // [Note: Steady peaks] The last chunks of an update are still being written to disk when the next
 // step begins, and a late update continues during that step's forward. So the peaks are those of
-// two steps in a row. A plan that is only a part of a step is simulated once. `sent` and
+// two steps in a row. If the plan is only a part of a step, it is simulated once. `sent` and
 // `exchanges` are of one step.
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
                 const SimulatedUpdate& update = {});

@@ -100,7 +100,7 @@ const LedgerCase kCases[] = {
      kNothing,
      kNothing,
      "backward local 4608; backward node 3072; forward local 1536; forward node 3072; "},
-    // One unit's optimizer state is being written to disk while the next one's is in memory.
+    // While one unit's optimizer state is written to disk, that of the next unit is in memory.
     {"zero3_optim_disk",
      "zero3",
      {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk},
@@ -196,7 +196,7 @@ TEST(SimulatorTest, AnyOptimizerCounts) {
   EXPECT_EQ(simulate(plan, table, model, kMesh, {.moments_per_param = 1}).tier[0].optim, 768 * 8);
 }
 
-// One chunk is read while another is updated and a third is written.
+// Three chunks are in memory: one is read, a second is updated and a third is written.
 TEST(SimulatorTest, ChunksBoundWhatStreamsFromDisk) {
   const Table table = preset("zero3", {.precision = Dtype::kBf16,
                                        .accumulate = true,

@@ -79,8 +79,8 @@ class StateBytes {
     return size;
   }
 
-  // Returns the bytes of buffers for a step whose flats all take the same route. These are the
-  // buffers between passes, plus the largest receive buffer and the largest packed buffer, since
+  // Returns the bytes of buffers for a step if all its flats take the same route. These are all
+  // buffers between passes, plus the largest receive buffer and the largest packed buffer, because
   // passes run one after another.
   int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
                        bool adds = false) const {

@@ -1,6 +1,6 @@
 #pragma once
-// Predicted time of a step on a described machine. Within a phase everything overlaps, so a phase
-// takes as long as its longest lane; phases follow one another. The result is for comparing
+// Predicted time of a step on a described machine. Phases follow one another. Within a phase
+// everything overlaps, so a phase takes as long as its longest lane. The result serves to compare
 // choices; it is not a precise time.
 #include <cstdint>
 #include <string>

@@ -51,8 +51,8 @@ int64_t excess_bytes(const Alternative& one, const Room& room) {
   return sum;
 }
 
-// The prediction misses some memory (for reads outside modules, or if the order differs from the
-// assumed one). So a config counts as tight if less than a tenth of a limit is left.
+// The prediction does not include some memory (for reads outside modules, or if the order differs
+// from the assumed one). So a config is tight if less than a tenth of a limit is left.
 bool is_tight(const Alternative& one, const Room& room) {
   const Limits all = limits(one, room);
   return std::any_of(all.begin(), all.end(), [](const auto& limit) {
@@ -117,13 +117,14 @@ std::vector<std::string> tiers(const std::string& configured) {
   return configured == "auto" ? kTiers : std::vector<std::string>{configured};
 }
 
-// Returns whether sums over several backwards are rounded, as only gradients on the host are.
+// Returns whether sums over several backwards are rounded. This happens only to gradients on the
+// host.
 bool rounds(const Alternative& one, const Config& config, const ModelDesc& model) {
   return one.gradients == "host" && config.batch.accumulate > 1 &&
          precision_of(model) != Dtype::kFp32;
 }
 
-// Returns the tiers of gradients to try with a config whose other tiers are set. A tier that does
+// Returns the tiers of gradients to try; all other tiers of the config are set. A tier that does
 // not apply to the config's strategy is left out, but the configured tier is always tried.
 std::vector<std::string> gradient_tiers(const Question& question, const Config& config) {
   if (question.gradients.empty()) return {config.offload.gradients};

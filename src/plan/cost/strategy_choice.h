@@ -12,12 +12,12 @@
 namespace penstock {
 
 struct Question {
-  PlanQuestion asked;  // its "auto" offload tiers are tried; all other tiers stay
+  PlanQuestion asked;  // only tiers that are "auto" are tried; all other tiers stay
   std::vector<std::string> strategies;
   bool external_optimizer = false;
   bool many = false;  // true: many questions follow, so predict_window() is used
-  // The tiers of gradients that are tried. Empty: only the tier of the config, since "host" rounds
-  // sums over several backwards and "disk" reads and writes more.
+  // The tiers of gradients that are tried. If this is empty, only the config's tier is tried: the
+  // tier "host" would round sums over several backwards, and the tier "disk" needs more I/O.
   std::vector<std::string> gradients{};
 };
 
@@ -25,9 +25,10 @@ struct Question {
 // fits.
 void open_all(Question& question);
 
-// Returns the alternatives that can run, the best first: those that fit with room to spare, then
-// those that just fit, then the rest, ordered by the bytes that are missing. Ties are broken by
-// seconds, then by disk, host and device bytes, then by the listed order.
+// Returns the alternatives that can run, the best first. The order is by missing bytes (0 if the
+// alternative fits). Then come two flags: if several tiers of gradients are tried, alternatives
+// that round sums come last, and tight alternatives come last. Ties are broken by seconds, then by
+// disk, host and device bytes, then by the listed order.
 std::vector<Alternative> alternatives(const Question& question, const ModelDesc& model);
 
 // Returns the config with the alternative's strategy and tiers.
@@ -44,9 +45,9 @@ std::string refusal(const Question& question, const ModelDesc& model);
 [[noreturn]] void refuse(const Alternative& chosen, const std::vector<Alternative>& others,
                          const Room& room);
 
-// Returns a sentence that names the best alternative among those that need less than `now` of the
-// resource that ran out. The run has exceeded its prediction, so the sentence also says what the
-// prediction leaves out.
+// Returns a sentence for a run that exceeded its prediction. The sentence names the best
+// alternative that needs less than `now` of the resource that ran out, and says what the prediction
+// leaves out.
 std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
                    int64_t Alternative::* bytes);
 

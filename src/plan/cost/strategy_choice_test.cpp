@@ -27,7 +27,7 @@ constexpr int64_t kOptimHost = 18432 + 3072;  // optimizer state and gradients
 // On disk: one block's state being written, one updated, one read, and gradients of 5 blocks.
 constexpr int64_t kOptimWindow = 3 * 3072 + 5 * 512;
 
-// Returns the smallest limit of which these bytes leave a tenth free.
+// Returns the smallest limit with which a tenth stays free beside these bytes.
 constexpr int64_t roomy(int64_t bytes) {
   int64_t limit = bytes;
   while (limit - limit / 10 < bytes) ++limit;
@@ -153,7 +153,7 @@ TEST(Choice, TheRefusalNamesWhatFits) {
   EXPECT_THROW(refuse(set.front(), {}, room), ConfigError);
 }
 
-// Returns the question for an error's advice, in which every tier is open.
+// Returns the question for an error's advice. Every tier is open in it.
 Question open_question(const Room& room, const std::string& offload = "{}") {
   Question open = question(room, offload);
   open_all(open);

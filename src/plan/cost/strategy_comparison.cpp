@@ -12,7 +12,7 @@ namespace penstock {
 
 namespace {
 
-// Returns the cells of a strategy on this mesh, on which an axis of one rank has no layout.
+// Returns the cells of a strategy on this mesh. An axis of one rank has no layout there.
 std::vector<Placement> cells_on(const Mesh& mesh, const std::string& strategy) {
   std::vector<Placement> cells;
   const Table table = preset(strategy, {});
