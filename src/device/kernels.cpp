@@ -1,14 +1,19 @@
 #include "src/device/kernels.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 
 #include <cstring>
 
+#include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/device/device.h"
 #include "src/device/host_kernels.h"
@@ -31,17 +36,27 @@ at::Tensor changed(const at::Tensor& kept, const at::Tensor& values) {
   return bits(kept.to(values.scalar_type())).ne(bits(values));
 }
 
+// Copies between a device and host memory of the same dtype. The host does not wait if its memory
+// is pinned. It waits for other memory: the caller may free that memory at once, and a device that
+// can read all of the host's memory may read it later.
+void copy_across(const at::Tensor& to, const at::Tensor& from) {
+  const bool sends = from.is_cpu();
+  const at::Tensor &host = sends ? from : to, &there = sends ? to : from;
+  to.copy_(from, at::globalContext().isPinnedPtr(host.const_data_ptr(), there.device().type()));
+}
+
 // Copies host values to the device without changing the dtype.
 at::Tensor sent(const at::Tensor& values, const Device& device) {
   at::Tensor there = at::empty(values.sizes(), values.options().device(device.where()));
-  return there.copy_(values, /*non_blocking=*/true);
+  copy_across(there, values);
+  return there;
 }
 
 void take_across(const at::Tensor& to, const at::Tensor& from, Address target, Address source,
                  bool accumulate) {
   if (source.device == nullptr) {  // host to device
     if (!accumulate && to.scalar_type() == from.scalar_type()) {
-      to.copy_(from, true);
+      copy_across(to, from);
     } else if (accumulate) {
       to.add_(sent(from, *target.device));
     } else {
@@ -52,7 +67,7 @@ void take_across(const at::Tensor& to, const at::Tensor& from, Address target, A
   const at::Tensor cast =
       from.to(to.scalar_type());  // casts on the device, so that the host only receives
   if (!accumulate) {
-    to.copy_(cast, true);
+    copy_across(to, cast);
     return;
   }
   to.add_(from.cpu());
@@ -68,7 +83,12 @@ void copy(Address to, Address from, int64_t bytes) {
     return;
   }
   const Unseen unseen;
-  view(to, at::kByte, bytes).copy_(view(from, at::kByte, bytes), /*non_blocking=*/true);
+  const at::Tensor target = view(to, at::kByte, bytes), source = view(from, at::kByte, bytes);
+  if (to.device == from.device) {
+    target.copy_(source);
+  } else {
+    copy_across(target, source);
+  }
 }
 
 void zero(Address at, int64_t bytes) {
@@ -187,17 +207,30 @@ std::vector<double> read(const std::vector<at::Tensor>& scalars) {
 void sum_on_device(const Sum& sum) {
   if (sum.numel == 0) return;
   const Unseen unseen;
-  const auto source = [&](size_t i) {
-    // The sources are in the memory of dst.
-    return view({const_cast<void*>(sum.sources[i]), sum.dst.device}, sum.dtype, sum.numel);
-  };
-  at::Tensor total = source(0).to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-  for (size_t i = 1; i < sum.sources.size(); ++i) total.add_(source(i));
-  total.mul_(sum.scale);
   const at::Tensor target = view(sum.dst, sum.dst_dtype, sum.numel);
+  const bool in_place = sum.dst_dtype == Dtype::kFp32 && !sum.accumulate;
+  at::Tensor total =
+      in_place ? target : at::empty(target.sizes(), target.options().dtype(at::kFloat));
+  // The sources are rows of one matrix in the memory of dst.
+  const auto rows = static_cast<int64_t>(sum.sources.size());
+  const auto* const first = static_cast<const char*>(sum.sources.front());
+  for (int64_t i = 0; i < rows; ++i) {
+    PENSTOCK_ASSERT(sum.sources[i] == first + i * sum.numel * dtype_bytes(sum.dtype),
+                    "[device::sum_on_device] the sources are not the rows of a matrix");
+  }
+  const at::Tensor addends =
+      view({const_cast<char*>(first), sum.dst.device}, sum.dtype, rows * sum.numel);
+  if (rows > 1) {  // one pass, which adds in fp32
+    at::sum_out(total, addends.view({rows, sum.numel}), 0, false, at::kFloat);
+    if (sum.scale != 1.0F) total.mul_(sum.scale);
+  } else if (sum.dtype == Dtype::kFp32) {
+    at::mul_out(total, addends, at::scalar_tensor(sum.scale));
+  } else {
+    total.copy_(addends).mul_(sum.scale);
+  }
   if (sum.accumulate) {
     target.add_(total);
-  } else {
+  } else if (!in_place) {
     target.copy_(total);
   }
 }

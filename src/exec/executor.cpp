@@ -28,6 +28,7 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       values_(rank_, gradients_, updates_),
       activations_(rank_.cell(Role::kAct, Phase::kHold).tier, tiers.computes),
       lanes_(rank_.table, tiers.computes, group.size() > 1 && !group.device_groups()) {
+  if (rank_.state_stays_on_host()) tiers.keep_here(mem::Account::kOptim);
   lanes_.record(tiers.recorder);
   rank_.channels.record(tiers.recorder);
   set_step(1);

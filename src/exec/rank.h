@@ -103,6 +103,9 @@ struct Rank {
   bool is_first_owner(const Flat& flat) const {
     return flat.owners.empty() || flat.owners.front() == groups.pipeline().index;
   }
+  // Returns whether masters and moments rest in host memory and are never copied to the device.
+  // They are not if the optimizer runs on the host and writes there what is published.
+  bool state_stays_on_host() const;
   // Returns the ranks with the same part of the flat, one on each stage that has it.
   Members owners_across(const Flat& flat) const;
   // Returns the ranks of this stage whose parameters of the flat have the same values.

@@ -61,14 +61,25 @@ c10::DataPtr allocate_host(int64_t bytes, int64_t used) {
   return {data, data, &std::free, c10::Device(c10::DeviceType::CPU)};
 }
 
-// An accelerator's allocator returns pinned memory in whole pages, and a page consists of whole
-// blocks.
+// Returns pinned memory that begins at a block. Most allocators return whole pages. CUDA's does not
+// if it registers memory of malloc (pinned_use_cuda_host_register), and XPU's aligns to 512 bytes.
+c10::DataPtr allocate_aligned(const device::Device& device, int64_t bytes) {
+  const auto address = [](const c10::DataPtr& data) {
+    return reinterpret_cast<uintptr_t>(data.get());
+  };
+  c10::DataPtr data = device.allocate_pinned(bytes);
+  if (address(data) % kBlockBytes == 0) return data;
+  data.clear();
+  data = device.allocate_pinned(bytes + kBlockBytes);
+  const auto block = static_cast<uintptr_t>(kBlockBytes);
+  auto* const begin = reinterpret_cast<void*>((address(data) + block - 1) / block * block);
+  const auto free = [](void* context) { delete static_cast<c10::DataPtr*>(context); };
+  return {begin, new c10::DataPtr(std::move(data)), free, c10::Device(c10::DeviceType::CPU)};
+}
+
 c10::DataPtr allocate_pinned(const device::Device& device, int64_t bytes) {
   try {
-    c10::DataPtr data = device.allocate_pinned(block_padded(bytes));
-    PENSTOCK_ASSERT(reinterpret_cast<uintptr_t>(data.get()) % kBlockBytes == 0,
-                    "[mem::allocate_pinned] pinned memory is not aligned to a page");
-    return data;
+    return allocate_aligned(device, block_padded(bytes));
   } catch (const c10::Error& error) {
     TORCH_WARN_ONCE(
         "penstock: ", format_bytes(bytes), " of pinned memory cannot be allocated (",

@@ -160,6 +160,81 @@ def groups() -> None:
     assert x.item() == 12 * 2**5
 
 
+def synchronous() -> None:
+    """Without async_op a collective runs on the caller's stream, there is no work, and the memory
+    is free in the order of that stream."""
+    side = torch.Stream("sim")
+    sim.set_delays_us(0, 100)
+    for seed in range(5):
+        sim.set_seed(seed)
+        with side:
+            x = torch.ones(1 << 12, device="sim")
+            assert dist.all_reduce(x) is None
+            y = x + 1
+            del x
+            torch.full((1 << 12,), 7.0, device="sim")  # in the memory of x
+            assert y.sum().item() == 3 << 12
+    sim.set_delays_us(0, 0)
+
+
+def _backend(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(torch.device("sim"))
+
+
+def connects_lazily() -> None:
+    """The first collective waits on the host for the other rank; the next one does not."""
+    group = dist.new_group([0, 1], backend=BACKENDS)
+    x = on("sim", 1)
+    for limits in ((0.5, 5.0), (0.0, 0.4)):
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(0.7)
+        began = time.monotonic()
+        dist.all_reduce(x, group=group)
+        issued = time.monotonic() - began
+        assert dist.get_rank() == 1 or limits[0] <= issued <= limits[1], issued
+    torch.accelerator.synchronize()
+    dist.destroy_process_group(group)
+
+
+def refuses_two_ranks_on_a_device() -> None:
+    """As NCCL does."""
+    group = dist.new_group([0, 1], backend=BACKENDS)
+    torch.accelerator.set_device_index(3)
+    try:
+        dist.all_reduce(torch.ones(1, device="sim"), group=group)
+    except dist.DistBackendError as error:
+        assert "ranks 0 and 1 are on the same device 3" in str(error)
+    else:
+        raise AssertionError("two ranks on one device")
+    finally:
+        torch.accelerator.set_device_index(dist.get_rank())
+        _backend(group).abort()
+
+
+def finds_another_order() -> list[bool]:
+    """Two ranks launch on two communicators. Whether that ended, if they launch in one order, and
+    if rank 1 launches in the other one."""
+    ended = []
+    for swapped in (False, True):
+        groups = [dist.new_group([0, 1], backend=BACKENDS) for _ in range(2)]
+        x = on("sim", 1)
+        for group in groups:
+            dist.all_reduce(x, group=group)
+        torch.accelerator.synchronize()
+        order = groups[::-1] if swapped and dist.get_rank() == 1 else groups
+        works = [dist.all_reduce(x, group=group, async_op=True) for group in order]
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline and not all(work.is_completed() for work in works):
+            time.sleep(0.01)
+        ended.append(all(work.is_completed() for work in works))
+        dist.barrier()
+        for group in groups:
+            _backend(group).abort()
+        torch.accelerator.synchronize()
+    return ended
+
+
 def wrapped_as_on_the_cpu(wrap: Callable[[str], Callable[[nn.Module], nn.Module]]) -> None:
     rank = dist.get_rank()
     expected = train("cpu", Training(wrap=wrap("cpu"), rank=rank))

@@ -100,6 +100,17 @@ def set_pinning_fails(fails: bool) -> None:
     _sim.set_pinning_fails(fails)
 
 
+def set_pinned_offset(offset: int) -> None:
+    """How many bytes after the beginning of a page new pinned memory begins."""
+    _sim.set_pinned_offset(offset)
+
+
+def pinned_bytes() -> int:
+    """The bytes of pinned memory in use; each allocation counts as the next power of two."""
+    count: int = _sim.pinned_bytes()
+    return count
+
+
 def set_pageable_copies_are_late(late: bool) -> None:
     """While set, copies of unpinned host memory do not wait if they are asked not to."""
     _sim.set_pageable_copies_are_late(late)

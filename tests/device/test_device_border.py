@@ -62,6 +62,34 @@ def edits_by_data(where):
     return told
 
 
+def on_another_stream(strategy):
+    """What a training forward and an evaluation on a side stream end in, and the loop goes on."""
+    engine, batch = start(strategy)
+    train(engine, batch)
+    torch.accelerator.synchronize()
+    side = torch.Stream(on_device.device())
+    with side:
+        told = raised(lambda: train(engine, batch))
+        with torch.no_grad():
+            evaluated = engine(*batch).item()
+    torch.accelerator.synchronize()
+    with torch.no_grad():
+        assert engine(*batch).item() == evaluated
+    train(engine, batch)
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_forward_on_another_stream(strategy, device_pools):
+    """A unit's memory would be freed in the order of the stream of initialize()."""
+    for kind, text in device_pools(2).run(on_another_stream, strategy):
+        if strategy == "zero3":
+            assert kind == "RuntimeFault" and "Make that stream current" in text
+        else:
+            assert (kind, text) == (None, ""), text
+
+
 def not_finite(strategy):
     engine, batch = start(strategy)
     train(engine, batch)

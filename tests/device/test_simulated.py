@@ -87,6 +87,9 @@ def test_collectives(pair, seed):
     (
         device_collectives.issue_returns_before_it_is_done,
         device_collectives.groups,
+        device_collectives.synchronous,
+        device_collectives.connects_lazily,
+        device_collectives.refuses_two_ranks_on_a_device,
         device_collectives.trained_with_ddp,
         device_collectives.trained_with_fsdp2,
     ),
@@ -94,6 +97,10 @@ def test_collectives(pair, seed):
 )
 def test_on_two_ranks(pair, case):
     pair.run(case)
+
+
+def test_finds_launches_in_another_order(pair):
+    assert pair.run(device_collectives.finds_another_order) == [[True, False]] * 2
 
 
 def test_finds_a_collective_that_nobody_waits_for(pair):

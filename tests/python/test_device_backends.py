@@ -2,6 +2,7 @@
 of torch, and for back ends of other packages. No device is needed."""
 
 import datetime
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ class WithOptions:
 
     def __init__(self, store, rank, size, options):
         self.made = (store, rank, size, options._timeout)
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1", "its watchdog ends the process"
 
 
 class WithTimeout:
@@ -77,6 +79,17 @@ def test_the_back_end_is_found_and_made(kind, plugin, torch_has, monkeypatch):
         monkeypatch.setattr(device_backends, "_DistributedBackendOptions", SimpleNamespace)
     made = device_backends._make("nccl", "store", 1, [4, 6], TIMEOUT)
     assert made.made == ("store", 1, 2, TIMEOUT)
+
+
+def test_the_environment_is_as_before(torch_has, monkeypatch):
+    torch_has(WithOptions, None)
+    for before in (None, "0"):
+        if before is None:
+            monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+        else:
+            monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+        device_backends._make("nccl", "store", 1, [4, 6], TIMEOUT)
+        assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
 
 
 @pytest.mark.parametrize(

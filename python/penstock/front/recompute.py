@@ -36,11 +36,12 @@ class _Buffers:
 
     def keep_changed(self) -> None:
         """Drops the unchanged buffers, after the forward. Compares values, because batch norm's
-        writes do not increase version counters."""
+        writes do not increase version counters. Copies on a device are kept without a comparison,
+        for which the host would have to wait."""
         self._kept = [
             (place, name, buffer, before)
             for place, name, buffer, before in self._kept
-            if place.get(name) is not buffer or not torch.equal(buffer, before)
+            if place.get(name) is not buffer or not buffer.is_cpu or not torch.equal(buffer, before)
         ]
 
     @contextlib.contextmanager

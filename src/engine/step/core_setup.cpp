@@ -202,6 +202,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   moves_params = executor->table().moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
   unit_events = moves_params || table.moves_activations();
+  if (!tiers.computes.is_host()) stream = tiers.computes.current();
   engine::Adoption adoption(*executor, tiers);
   adoption.claim(config, model, external_optimizer);
   adoption.take(blueprint.split.tree, config, tiled->all());

@@ -110,6 +110,15 @@ bool expects_gradients(const tiles::TiledWeights& tiled,
 
 // ---- forward
 
+void Core::State::check_stream() const {
+  if (!unit_events || !stream || tiers.computes.current() == *stream) return;
+  throw RuntimeFault(
+      concat("[engine::forward] a training forward runs on another stream of ",
+             tiers.computes.where().str(),
+             " than the one that was current at initialize(). Make that stream current for the "
+             "training loop, or make this stream current before initialize()"));
+}
+
 void Core::State::forward_begin(bool grad_enabled) {
   check_open("forward");
   if (wholes->used() && driver->holds()) {
@@ -118,6 +127,7 @@ void Core::State::forward_begin(bool grad_enabled) {
         "there, but tensor and pipeline ranks compute with their parts. Leave the block before the "
         "forward");
   }
+  if (grad_enabled) check_stream();
   if (engine::in_backward()) {  // the whole model is recomputed
     return backward_enter(0, engine::now(), engine::in_graph());
   }

@@ -74,6 +74,9 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   // RuntimeFault, after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why);
   void check_open(const char* call) const;  // throws RuntimeFault if closed
+  // Throws RuntimeFault if this thread's stream is not the one of initialize(). Gradients arrive on
+  // that stream, and a unit's memory is freed in its order.
+  void check_stream() const;
 
   Config config;
   std::shared_ptr<Group> group;
@@ -88,8 +91,9 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::vector<engine::GradientHook> hooks;
   engine::ModelRanks model_ranks;
   std::optional<engine::WholeParams> wholes;
-  bool moves_params = false;  // parameters are sometimes not ready for computing
-  bool unit_events = false;   // begin and end of a unit move some of its state
+  bool moves_params = false;          // parameters are sometimes not ready for computing
+  bool unit_events = false;           // begin and end of a unit move some of its state
+  std::optional<c10::Stream> stream;  // of a device: the caller's at initialize()
 
   int64_t steps = 0;
   std::optional<engine::AccumulationWindow> window;

@@ -51,6 +51,13 @@ PENSTOCK_SIM_API void set_memory_limit(size_t bytes, int device = -1);
 // While this is set, every new allocation of pinned memory fails.
 PENSTOCK_SIM_API void set_pinning_fails(bool fails);
 
+// Makes new pinned memory begin so many bytes after the beginning of a page. CUDA's does (16 bytes)
+// with pinned_use_cuda_host_register.
+PENSTOCK_SIM_API void set_pinned_offset(size_t bytes);
+
+// Returns the bytes of pinned memory in use. Each allocation counts as the next power of two.
+PENSTOCK_SIM_API size_t pinned_bytes();
+
 // Calls `hook` on the issuing thread whenever a collective is issued. Null: no hook.
 PENSTOCK_SIM_API void set_issue_hook(void (*hook)());
 

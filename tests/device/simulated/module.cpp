@@ -45,6 +45,8 @@ PYBIND11_MODULE(_sim, module) {
   module.def("set_delays_us", &set_delays_us);
   module.def("set_memory_limit", &set_memory_limit);
   module.def("set_pinning_fails", &set_pinning_fails);
+  module.def("set_pinned_offset", &set_pinned_offset);
+  module.def("pinned_bytes", &pinned_bytes);
   module.def("set_pageable_copies_are_late", &set_pageable_copies_are_late);
   module.def("write_wrongly", &write_wrongly);
   module.def("reset_errors", &reset_errors);

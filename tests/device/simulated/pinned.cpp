@@ -31,7 +31,8 @@ class PinnedAllocator final : public at::HostAllocator {
     TORCH_CHECK(!fails_, "[sim] cannot pin ", bytes, " bytes of host memory");
     reap();
     size_t size = kPage;
-    while (size < bytes) size *= 2;  // as in CUDA's cache
+    const size_t offset = offset_;
+    while (size < bytes + offset) size *= 2;  // as in CUDA's cache
     char* pointer = nullptr;
     const auto cached = cached_.lower_bound(size);
     if (cached != cached_.end() && cached->first == size) {
@@ -41,7 +42,7 @@ class PinnedAllocator final : public at::HostAllocator {
       pointer = map(size);
     }
     stats_.active_bytes.increase(size);
-    return {pointer, pointer, &free_buffer, at::kCPU};
+    return {pointer + offset, pointer, &free_buffer, at::kCPU};
   }
 
   void free(char* pointer) {
@@ -58,6 +59,11 @@ class PinnedAllocator final : public at::HostAllocator {
   bool owns(const void* pointer) {
     const std::lock_guard lock(mutex_);
     return find(pointer) != buffers_.end();
+  }
+
+  void set_offset(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    offset_ = bytes;
   }
 
   void set_fails(bool fails) {
@@ -136,6 +142,7 @@ class PinnedAllocator final : public at::HostAllocator {
   std::multimap<size_t, char*> cached_;
   std::vector<char*> deferred_;
   at::HostStats stats_;
+  size_t offset_ = 0;
   bool fails_ = false;
 };
 
@@ -161,5 +168,9 @@ at::HostAllocator& pinned_allocator() { return instance(); }
 bool is_pinned(const void* pointer) { return instance().owns(pointer); }
 
 void set_pinning_fails(bool fails) { instance().set_fails(fails); }
+
+void set_pinned_offset(size_t bytes) { instance().set_offset(bytes); }
+
+size_t pinned_bytes() { return static_cast<size_t>(instance().get_stats().active_bytes.current); }
 
 }  // namespace penstock::sim

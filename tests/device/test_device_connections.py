@@ -1,0 +1,120 @@
+"""How ranks connect on their devices, in which order they launch, and how they part."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import models
+import on_device
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from ranks import Pool
+from training import Case
+
+pytestmark = pytest.mark.skipif(on_device.NAME != "sim", reason="the simulated device connects so")
+
+HOST = {"optimizer": "host", "params": "host"}
+
+
+def start(strategy="zero3", timeout_s=60, **config):
+    """An engine and a call that makes a step of it."""
+    import penstock  # noqa: PLC0415 - the parent does without
+
+    torch.manual_seed(0)
+    on_device.schedule(0)
+    place = on_device.device()
+    case = Case(strategy)
+    config = case.config() | {"comm": {"timeout_s": timeout_s}} | config
+    engine = penstock.initialize(training.moved(models.Gpt(), place), config)
+    batch = models.batches("gpt", 1, case.samples)[0]
+
+    def step():
+        training.backwards(engine, batch, 1, device=place)
+        engine.step()
+
+    return engine, step
+
+
+def fail_to_connect(how):
+    """Rank 1 does something else when its peers connect; what initialize() raised, and when."""
+    from penstock.front import device_backends  # noqa: PLC0415
+
+    made = device_backends.DeviceGroups.__call__
+
+    def late(self, members):
+        if dist.get_rank() == 1 and how == "ends":
+            os._exit(0)
+        if dist.get_rank() == 1 and how == "raises":
+            raise ValueError("no such network")
+        if dist.get_rank() == 1:
+            time.sleep(12)
+        return made(self, members)
+
+    began = time.monotonic()
+    device_backends.DeviceGroups.__call__ = late
+    try:
+        engine, _ = start(timeout_s=4)
+        engine.close(gather=False)
+        return "", 0.0
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    finally:
+        device_backends.DeviceGroups.__call__ = made
+
+
+@pytest.mark.parametrize("how", ("ends", "raises", "waits"))
+def test_ranks_that_do_not_connect(how):
+    """initialize() ends on the other rank, although NCCL itself would wait for ever."""
+    pool = Pool(2)
+    try:
+        pool.start(fail_to_connect, how)
+        said, seconds = pool.outcomes({0}, 60)[0]
+    finally:
+        pool.kill()
+    assert said.startswith("RuntimeFault: ") and "rank 1" in said, said
+    assert seconds < 15
+
+
+def close_alone(waits):
+    """Rank 0 closes and gathers nothing, while rank 1 is not done; how long that took."""
+    engine, step = start("zero2")
+    step()
+    if dist.get_rank() == 1:
+        time.sleep(waits)
+    began = time.monotonic()
+    engine.close(gather=False)
+    took = time.monotonic() - began
+    dist.barrier()
+    return took
+
+
+def test_a_rank_closes_alone(device_pools):
+    assert max(device_pools(2).run(close_alone, 8)) < 6
+
+
+def launches(offload, seed):
+    """Losses of some steps on streams that are late in another way on each rank."""
+    import sim  # noqa: PLC0415
+
+    engine, step = start("zero3", 20, offload=offload)
+    sim.set_seed(7 * seed + dist.get_rank())
+    sim.set_delays_us(0, 400)
+    try:
+        for _ in range(4):
+            step()
+    finally:
+        sim.set_delays_us(0, 50)
+        with contextlib.suppress(Exception):  # after an error its weights are gone
+            engine.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("offload", ({}, HOST, {"grads": "host", "optimizer": "host"}))
+def test_lanes_launch_in_one_order(offload, seed, device_pools):
+    """Gathers and reductions have communicators of their own, and may have threads of their own.
+    The simulated device compares the order in which both are launched."""
+    device_pools(2).run(launches, offload, seed)
