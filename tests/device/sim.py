@@ -214,7 +214,10 @@ def _device_module() -> types.ModuleType:
 
 
 def _collectives(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return _sim.make_collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
+    def connect() -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    return _sim.make_collectives(rank, size, connect)
 
 
 def _register() -> None:

@@ -113,7 +113,7 @@ def launches(offload, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("offload", ({}, HOST, {"grads": "host", "optimizer": "host"}))
+@pytest.mark.parametrize("offload", ({}, HOST, {"gradients": "host", "optimizer": "host"}))
 def test_lanes_launch_in_one_order(offload, seed, device_pools):
     """Gathers and reductions have communicators of their own, and may have threads of their own.
     The simulated device compares the order in which both are launched."""

@@ -195,19 +195,16 @@ std::atomic<void (*)()> issue_hook{nullptr};
 // it at a time.
 class StreamBackend : public c10d::Backend {
  public:
-  explicit StreamBackend(c10::intrusive_ptr<Backend> inner)
-      : Backend(inner->getRank(), inner->getSize()),
-        core_(std::make_shared<Core>(std::move(inner))) {}
+  StreamBackend(int rank, int size, MakeInner make)
+      : Backend(rank, size), core_(std::make_shared<Core>(size, std::move(make))) {}
   ~StreamBackend() override { finish(); }
 
   const std::string getBackendName() const override { return "simccl"; }
-  void setTimeout(Timeout timeout) override { core_->inner->setTimeout(timeout); }
-  void setSequenceNumberForGroup() override { core_->inner->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override {
-    return core_->inner->getSequenceNumberForGroup();
-  }
+  void setTimeout(Timeout /*timeout*/) override {}
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return 0; }
   c10::intrusive_ptr<Options> getBackendOptions() override {
-    return core_->inner->getBackendOptions();
+    return c10::make_intrusive<Options>(getBackendName());
   }
   // Abandons the collectives that have begun and starts no others. Like NCCL, it does not end a
   // connection in progress.
@@ -215,8 +212,7 @@ class StreamBackend : public c10d::Backend {
   // Waits for the other ranks, as NCCL does while it takes communicators apart.
   void shutdown() override {
     finish();
-    if (!core_->aborted) core_->part();
-    core_->inner->shutdown();
+    if (!core_->aborted) core_->part();  // the inner backend ends with this object
   }
   void eagerConnectSingleDevice(at::Device device) override { core_->connect(device.index()); }
 
@@ -256,7 +252,7 @@ class StreamBackend : public c10d::Backend {
  private:
   // Shared with queued work, which may outlive the backend after an abort.
   struct Core : std::enable_shared_from_this<Core> {
-    explicit Core(c10::intrusive_ptr<Backend> backend) : inner(std::move(backend)) {}
+    Core(int ranks, MakeInner make) : size(ranks), make_inner(std::move(make)) {}
     // The inner backend's destructor waits for its collectives, which may never end without the
     // peers.
     ~Core() {
@@ -271,16 +267,17 @@ class StreamBackend : public c10d::Backend {
       if (aborted) return {};
       const auto found = identities.find(device);
       if (found != identities.end()) return found->second;
+      if (!inner) inner = make_inner();
       static const auto kProcess = static_cast<int64_t>(std::random_device()());
       std::vector<Tensors> came{Tensors()};
-      for (int rank = 0; rank < inner->getSize(); ++rank) {
+      for (int rank = 0; rank < size; ++rank) {
         came[0].push_back(at::empty({2}, at::kLong));
       }
       Tensors mine{at::tensor({static_cast<int64_t>(device), kProcess}, at::kLong)};
       inner->allgather(came, mine)->wait();
       uint64_t ranks = 0;
       std::map<int64_t, int> by_device;
-      for (int rank = 0; rank < inner->getSize(); ++rank) {
+      for (int rank = 0; rank < size; ++rank) {
         const auto index = came[0][rank][0].item<int64_t>();
         const auto [other, is_new] = by_device.emplace(index, rank);
         TORCH_CHECK_WITH(DistBackendError, is_new, "[sim] simccl: ranks ", other->second, " and ",
@@ -352,7 +349,9 @@ class StreamBackend : public c10d::Backend {
       return range[0][0].item<int64_t>() == -range[0][1].item<int64_t>();
     }
 
-    c10::intrusive_ptr<Backend> inner;
+    const int size;
+    const MakeInner make_inner;
+    c10::intrusive_ptr<Backend> inner;  // null until the ranks are connected
     std::mutex connecting;
     std::map<int, Identity> identities;  // by device; guarded by `connecting`
     std::mutex mutex;
@@ -587,8 +586,8 @@ class SimBackend final : public StreamBackend {
 
 void set_issue_hook(void (*hook)()) { issue_hook = hook; }
 
-c10::intrusive_ptr<c10d::Backend> make_collectives(c10::intrusive_ptr<c10d::Backend> inner) {
-  return c10::make_intrusive<SimBackend>(std::move(inner));
+c10::intrusive_ptr<c10d::Backend> make_collectives(int rank, int size, MakeInner make) {
+  return c10::make_intrusive<SimBackend>(rank, size, std::move(make));
 }
 
 }  // namespace penstock::sim

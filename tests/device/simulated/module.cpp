@@ -60,7 +60,17 @@ PYBIND11_MODULE(_sim, module) {
   module.def("check_redzones", &check_redzones, waits);
   module.def("drain", &drain, waits);
   py::module_::import("torch._C._distributed_c10d");  // defines Backend
-  module.def("make_collectives", &make_collectives, waits);
+  module.def("make_collectives", [](int rank, int size, py::object make) {
+    // The object's last reference may go on a thread without the interpreter's lock.
+    const std::shared_ptr<py::object> held(new py::object(std::move(make)), [](py::object* one) {
+      const py::gil_scoped_acquire lock;
+      delete one;
+    });
+    return make_collectives(rank, size, [held] {
+      const py::gil_scoped_acquire lock;
+      return (*held)().cast<c10::intrusive_ptr<c10d::Backend>>();
+    });
+  });
 }
 
 }  // namespace
