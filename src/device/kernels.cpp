@@ -5,15 +5,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 
 #include <cstring>
 
-#include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/device/device.h"
 #include "src/device/host_kernels.h"
@@ -211,23 +208,25 @@ void sum_on_device(const Sum& sum) {
   const bool in_place = sum.dst_dtype == Dtype::kFp32 && !sum.accumulate;
   at::Tensor total =
       in_place ? target : at::empty(target.sizes(), target.options().dtype(at::kFloat));
-  // The sources are rows of one matrix in the memory of dst.
-  const auto rows = static_cast<int64_t>(sum.sources.size());
+  const auto source = [&](size_t first, int64_t count) {  // in the memory of dst
+    return view({const_cast<void*>(sum.sources[first]), sum.dst.device}, sum.dtype, count);
+  };
+  // What an all-to-all has brought is a matrix, and one pass adds its rows in fp32.
+  const size_t rows = sum.sources.size();
   const auto* const first = static_cast<const char*>(sum.sources.front());
-  for (int64_t i = 0; i < rows; ++i) {
-    PENSTOCK_ASSERT(sum.sources[i] == first + i * sum.numel * dtype_bytes(sum.dtype),
-                    "[device::sum_on_device] the sources are not the rows of a matrix");
+  bool matrix = rows > 1;
+  for (size_t i = 1; i < rows; ++i) {
+    const int64_t before = static_cast<int64_t>(i) * sum.numel * dtype_bytes(sum.dtype);
+    matrix = matrix && sum.sources[i] == first + before;
   }
-  const at::Tensor addends =
-      view({const_cast<char*>(first), sum.dst.device}, sum.dtype, rows * sum.numel);
-  if (rows > 1) {  // one pass, which adds in fp32
-    at::sum_out(total, addends.view({rows, sum.numel}), 0, false, at::kFloat);
-    if (sum.scale != 1.0F) total.mul_(sum.scale);
-  } else if (sum.dtype == Dtype::kFp32) {
-    at::mul_out(total, addends, at::scalar_tensor(sum.scale));
+  if (matrix) {
+    const auto count = static_cast<int64_t>(rows);
+    at::sum_out(total, source(0, count * sum.numel).view({count, sum.numel}), 0, false, at::kFloat);
   } else {
-    total.copy_(addends).mul_(sum.scale);
+    total.copy_(source(0, sum.numel));
+    for (size_t i = 1; i < rows; ++i) total.add_(source(i, sum.numel));
   }
+  if (sum.scale != 1.0F) total.mul_(sum.scale);
   if (sum.accumulate) {
     target.add_(total);
   } else if (!in_place) {

@@ -149,36 +149,39 @@ struct Identity {
   int number = -1;
 };
 
-// The order in which this process launches collectives on the communicators of the same ranks. NCCL
-// requires the same order on all ranks.
+// How often this process has launched collectives on each communicator of the same ranks. NCCL
+// requires one order of launches on all ranks. So when a rank launches on one communicator, the
+// counts of all must be those of the other ranks.
 class LaunchBook {
  public:
   // `device`: this rank's, because the ranks of a group may be threads of one process.
   Identity connected(uint64_t ranks, int device) {
     const std::lock_guard lock(mutex_);
     Book& book = books_[{ranks, device}];
-    ++book.open;
+    book.launches[book.communicators] = 0;
     return {ranks, book.communicators++};
   }
-  // Ranks that failed may have launched different collectives. The last communicator takes the book
-  // with it.
   void closed(const Identity& of, int device) {
     const std::lock_guard lock(mutex_);
-    const auto found = books_.find({of.ranks, device});
-    if (found != books_.end() && --found->second.open == 0) books_.erase(found);
+    books_[{of.ranks, device}].launches.erase(of.number);
   }
-  // Returns a hash of all launches so far, with this one.
+  // Returns a hash of all counts, with this launch.
   uint64_t launched(const Identity& on, int device) {
     const std::lock_guard lock(mutex_);
-    uint64_t& hash = books_[{on.ranks, device}].hash;
-    hash = c10::hash_combine(hash, static_cast<size_t>(on.number) + 1);
+    auto& launches = books_[{on.ranks, device}].launches;
+    const auto own = launches.find(on.number);
+    if (own != launches.end()) ++own->second;
+    uint64_t hash = 0;
+    for (const auto& [number, count] : launches) {
+      hash = c10::hash_combine(hash, c10::hash_combine(static_cast<size_t>(number), count));
+    }
     return hash;
   }
 
  private:
   struct Book {
-    int communicators = 0, open = 0;
-    uint64_t hash = 0;
+    int communicators = 0;
+    std::map<int, uint64_t> launches;  // by number of the communicator
   };
   std::mutex mutex_;
   std::map<std::pair<uint64_t, int>, Book> books_;

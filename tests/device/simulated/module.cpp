@@ -30,10 +30,19 @@ py::dict counters_as_dict() {
   return dict;
 }
 
+bool ends() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 // NCCL's recorder takes the lock of the interpreter to note who called a collective. A thread that
 // waits for the device with this lock therefore blocks all collectives.
 void take_interpreter() {
-  if (Py_IsInitialized() != 0) const py::gil_scoped_acquire held;
+  if (ends()) return;  // a thread that asks for the lock now is ended
+  const py::gil_scoped_acquire held;
 }
 
 PYBIND11_MODULE(_sim, module) {
@@ -61,11 +70,8 @@ PYBIND11_MODULE(_sim, module) {
   module.def("drain", &drain, waits);
   py::module_::import("torch._C._distributed_c10d");  // defines Backend
   module.def("make_collectives", [](int rank, int size, py::object make) {
-    // The object's last reference may go on a thread without the interpreter's lock.
-    const std::shared_ptr<py::object> held(new py::object(std::move(make)), [](py::object* one) {
-      const py::gil_scoped_acquire lock;
-      delete one;
-    });
+    // Never deleted: a thread may drop the last reference after the interpreter has ended.
+    auto* const held = new py::object(std::move(make));
     return make_collectives(rank, size, [held] {
       const py::gil_scoped_acquire lock;
       return (*held)().cast<c10::intrusive_ptr<c10d::Backend>>();
