@@ -96,6 +96,43 @@ def test_a_rank_closes_alone(device_pools):
     assert max(device_pools(2).run(close_alone, 8)) < 6
 
 
+def read_alone():
+    """Rank 0 reads a number for which its device waits for rank 1, which is busy; what that raised,
+    and when."""
+    engine, step = start("zero3", timeout_s=4)
+    step()
+    if dist.get_rank() == 1:
+        time.sleep(14)
+        with contextlib.suppress(Exception):
+            engine.close(gather=False)
+        return "", 0.0
+    began = time.monotonic()
+    try:
+        batch = models.batches("gpt", 1, Case("zero3").samples)[0]
+        place = on_device.device()
+        engine(*training.sent(training.rank_part(batch, 0), place)).item()
+        torch.accelerator.synchronize()
+        step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    finally:
+        with contextlib.suppress(Exception):
+            engine.close(gather=False)
+    return "trained", time.monotonic() - began
+
+
+def test_a_device_that_waits_alone():
+    """No exchange of the host waits: somebody looks at how long the device takes."""
+    pool = Pool(2)
+    try:
+        pool.start(read_alone)
+        said, seconds = pool.outcomes({0, 1}, 90)[0]
+    finally:
+        pool.kill()
+    assert said.startswith("RuntimeFault: ") and "the device has not finished" in said, said
+    assert seconds < 12
+
+
 def launches(offload, seed):
     """Losses of some steps on streams that are late in another way on each rank."""
     import sim  # noqa: PLC0415

@@ -11,6 +11,9 @@ MEMORY = gtest("tests/device/memory_test", "MemoryTest.*")
 ON_ONE_RANK = Pytest(("tests/device/test_device_activations.py", "-k", "world1"), ("_sim",))
 
 FAULTS = "tests/device/test_device_faults.py"
+CONNECTIONS = "tests/device/test_device_connections.py"
+HOST_MEMORY = "tests/device/test_device_host_memory.py"
+BORDER = "tests/device/test_device_border.py"
 
 LANE, FENCE, KERNELS = "src/device/lane.cpp", "src/device/fence.cpp", "src/device/kernels.cpp"
 ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/comm/channel.cpp"
@@ -193,6 +196,69 @@ BESIDE_A_DEVICE = [
         STORE_GROUP,
         "return std::min(ask(*board), look()); });\n",
         "static_cast<void>(&StoreGroup::look); return ask(*board); });\n",
-        Pytest((FAULTS, "-k", "stopped"), ("_sim",)),
+        Pytest((CONNECTIONS, "-k", "waits_alone"), ("_sim",)),
+    ),
+    Mutation(
+        "lanes launch in any order",
+        WALK,
+        " turn->wait();\n",
+        " static_cast<void>(turn);\n",
+        Pytest((CONNECTIONS, "-k", "one_order"), ("_sim",)),
+    ),
+    Mutation(
+        "ranks connect in their first collective",
+        "src/comm/group.cpp",
+        "    made->connect(device, time_to_connect());\n",
+        "    static_cast<void>(device);\n",
+        Pytest((CONNECTIONS, "-k", "do_not_connect"), ("_sim",)),
+    ),
+    Mutation(
+        "a rank that closes waits for the others' back ends",
+        "src/comm/device_collectives.cpp",
+        "    call([](c10d::Backend& it) { it.shutdown(); }, *device_, kShutDown);\n",
+        "    back_end_->shutdown();\n    static_cast<void>(kShutDown);\n",
+        Pytest((CONNECTIONS, "-k", "closes_alone"), ("_sim",)),
+    ),
+    Mutation(
+        "NCCL's watchdog is started",
+        "python/penstock/front/device_backends.py",
+        "        with _environment(_UNWATCHED):\n",
+        "        with _environment({}):\n",
+        Pytest(("tests/python/test_device_backends.py",)),
+    ),
+    Mutation(
+        "the host does not wait for copies of memory that is not pinned",
+        KERNELS,
+        "at::globalContext().isPinnedPtr(host.const_data_ptr(), there.device().type())",
+        "host.defined() && there.defined()",
+        Pytest((HOST_MEMORY, "-k", "goes_at_once"), ("_sim",)),
+    ),
+    Mutation(
+        "masters on the host are pinned",
+        "src/exec/executor.cpp",
+        "  if (rank_.state_stays_on_host()) tiers.keep_here(mem::Account::kOptim);\n",
+        "",
+        Pytest((HOST_MEMORY, "-k", "not_pinned"), ("_sim",)),
+    ),
+    Mutation(
+        "pinned memory begins where the allocator says",
+        ARENA,
+        "  if (address(data) % kBlockBytes == 0) return data;\n",
+        "  if (address(data) % kBlockBytes < kBlockBytes) return data;\n",
+        Pytest((HOST_MEMORY, "-k", "begin_with_a_page"), ("_sim",)),
+    ),
+    Mutation(
+        "the host waits for each buffer of a recomputed unit",
+        "python/penstock/front/recompute.py",
+        "            or not buffer.is_cpu\n",
+        "",
+        Pytest((HOST_MEMORY, "-k", "wait_for_nothing"), ("_sim",)),
+    ),
+    Mutation(
+        "a training forward runs on any stream",
+        "src/engine/step/core_state.cpp",
+        "  if (grad_enabled) check_stream();\n",
+        "",
+        Pytest((BORDER, "-k", "another_stream"), ("_sim",)),
     ),
 ]
