@@ -225,9 +225,23 @@ def test_ranks_that_asked_for_no_trace_are_not_waited_for(pools, tmp_path):
     assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {2, 3}
 
 
+class Reused(torch.nn.Module):
+    """Uses its first block again after two others. In backward, the first block is entered before
+    the others and ends after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(model())
+
+    def forward(self, x):
+        first, second, third, last = self.layers
+        return last(first(third(second(first(x)))))
+
+
 def traced_backwards(path):
-    engine = penstock.initialize(model(), {"strategy": "zero3", "units": {"layer_bytes": 1000}})
-    steps(engine, 2)
+    torch.manual_seed(0)
+    engine = penstock.initialize(Reused(), {"strategy": "zero3", "units": {"layer_bytes": 1000}})
+    steps(engine, 3)
     engine.trace(path, STEPS)
     steps(engine, STEPS)
     engine.close()
