@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 STRIDES = {
-    "parity/test_idioms.py": 2,
+    "parity/test_idioms.py": 3,
     "parity/test_activations.py": 6,
     "parity/test_activation_limits.py": 2,
     "parity/test_border_ranks.py": 2,
@@ -21,8 +21,11 @@ STRIDES = {
     "parity/test_root_layers.py": 4,
     "parity/test_loops.py": 2,
     "parity/test_repeatable.py": 2,
-    "parity/test_zoo.py": 2,
+    "parity/test_zoo.py": 3,
     "parity/test_tiers.py": 2,
+    "parity/test_tiling.py": 2,
+    "parity/test_mesh_stories.py": 2,
+    "parity/fuzz/test_fuzz.py": 2,
     "parity/test_pipeline.py": 2,
     "parity/test_pipeline_state.py": 2,
     "parity/test_tensor_life.py": 2,
@@ -35,6 +38,7 @@ STRIDES = {
     "drop_in/test_trainers.py": 2,
     "python/test_bench.py": 2,
     "python/test_faults.py": 2,
+    "python/test_top.py": 2,
     "python/test_checkpoint_tensor.py": 2,
     "python/test_checkpoint_layouts.py": 2,
 }

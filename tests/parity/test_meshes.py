@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(240)
 FIRST_LIMIT, EACH_LIMIT, WEIGHT_LIMIT = 1e-6, 1e-4, 1e-5
-STRIDE = 31  # which the numbers of strategies, models and kinds of steps have no part with
+STRIDE = 39  # which the numbers of strategies, models and kinds of steps have no part with
 
 
 def pytest_generate_tests(metafunc):
