@@ -255,6 +255,10 @@ class Init:
             self._stack = None
 
 
+class MiCS_Init(Init):  # noqa: N801 - DeepSpeed's name
+    """The same as zero.Init (the config's mics_shard_size shards inside groups of ranks)."""
+
+
 class GatheredParameters:
     """Gathers parameters inside the context. All ranks must enter and leave it.
 
