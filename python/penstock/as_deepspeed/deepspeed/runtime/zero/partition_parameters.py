@@ -386,17 +386,14 @@ def _seen(param: torch.Tensor) -> tuple[int, int]:
 
 def _on_any_rank(flags: list[bool]) -> list[bool]:
     found = torch.tensor(flags, dtype=torch.int32)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = comm._sendable(found)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+    comm._reduce_values(found, dist.ReduceOp.MAX)
     return [bool(one) for one in found.tolist()]
 
 
 def _are_equal(values: torch.Tensor) -> bool:
     """Whether all ranks have the same values. All ranks must call it."""
     first = values.detach().clone()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        comm._broadcast_values(first, 0)
+    comm._broadcast_values(first, 0)
     return not _on_any_rank([not torch.equal(first, values)])[0]
 
 
@@ -425,10 +422,8 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
         yield
     finally:
         param.data = hollow
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
     if modifier_rank is not None:
-        if not alone:
-            comm._broadcast_values(values, modifier_rank)
+        comm._broadcast_values(values, modifier_rank)
         held.keep(hollow, values)
         return
     if not _on_any_rank([not torch.equal(shown, values)])[0]:
