@@ -82,7 +82,7 @@ _INSTEAD = {
     "deepspeed.runtime.zero": _WHOLE,
     "deepspeed.sequence": "long sequences: mesh.sequence and tiling.loss_tokens (docs/parallel.md)",
 }
-# (Module without a file, where its names are, names). NAME=OTHER is OTHER under another name.
+# (Module, where names that its file lacks are, names). NAME=OTHER is OTHER under another name.
 _ELSEWHERE = (
     ("accelerator.cuda_accelerator", "deepspeed.accelerator.device_accelerator",
      "CUDA_Accelerator"),
@@ -107,16 +107,25 @@ _ELSEWHERE = (
     ("runtime.dataloader", "deepspeed.utils.loaders", "DeepSpeedDataLoader RepeatingLoader"),
     ("runtime.fp16.fused_optimizer", "deepspeed.runtime.base_optimizer", "FP16_Optimizer"),
     ("runtime.fp16.unfused_optimizer", "deepspeed.runtime.base_optimizer", "FP16_UnfusedOptimizer"),
+    ("runtime.lr_schedules", "penstock.front.schedules", "LRRangeTest OneCycle WarmupCosineLR "
+     "WarmupDecayLR WarmupLR"),
     ("runtime.zero", "deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("runtime.zero", "deepspeed.runtime.zero.partition_parameters", "MiCS_Init "
      "unregister_external_parameter"),
-    ("runtime.zero", "deepspeed.runtime.zero.stage3",
+    ("runtime.zero", "deepspeed.runtime.zero.estimates",
      "estimate_zero3_model_states_mem_needs_all_cold "
      "estimate_zero3_model_states_mem_needs_all_live"),
-    ("runtime.zero", "deepspeed.runtime.zero.stage_1_and_2",
+    ("runtime.zero", "deepspeed.runtime.zero.estimates",
      "estimate_zero2_model_states_mem_needs_all_cold "
      "estimate_zero2_model_states_mem_needs_all_live"),
     ("runtime.zero", "deepspeed.runtime.zero.utils", "unwrap_model_for_generation"),
+    ("runtime.zero.stage3", "deepspeed.runtime.zero.estimates",
+     "estimate_zero3_model_states_mem_needs_all_cold "
+     "estimate_zero3_model_states_mem_needs_all_live"),
+    ("runtime.zero.stage_1_and_2", "deepspeed.runtime.base_optimizer", "DeepSpeedZeroOptimizer"),
+    ("runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.estimates",
+     "estimate_zero2_model_states_mem_needs_all_cold "
+     "estimate_zero2_model_states_mem_needs_all_live"),
     ("runtime.zero.mics", "deepspeed.runtime.zero.partition_parameters", "MiCS_Init"),
     ("utils.comms_logging", "penstock.monitor.deepspeed_comms", "CommsLogger calc_bw_log "
      "convert_size"),

@@ -224,6 +224,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return f"{type(self).__name__} over {self.optimizer!r}"
 
 
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """The optimizer of ZeRO-1 (optimizer state is sharded) and ZeRO-2 (gradients, too)."""
+
+
 class FP16_Optimizer(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
     """The optimizer of fp16 and bf16 at stage 0 with FusedAdam; nothing is sharded."""
 

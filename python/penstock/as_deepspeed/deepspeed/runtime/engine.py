@@ -29,7 +29,12 @@ from ..ops.adam.fused_adam import FusedAdam
 from ..utils import groups
 from ..utils.bwc import bwc_tensor_model_parallel_group
 from ..utils.logging import log_dist
-from .base_optimizer import EngineState, FP16_Optimizer, FP16_UnfusedOptimizer
+from .base_optimizer import (
+    DeepSpeedZeroOptimizer,
+    EngineState,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+)
 from .config import DeepSpeedConfig, make_folder
 from .cut_parameters import CutParameters, own_settings, tensor_ranks_of
 from .engine_checkpoints import EngineCheckpoints
@@ -48,7 +53,6 @@ from .layer_specs import rules_of
 from .pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from .sequence_parallel.parallel_state_sp import SequenceGrid
 from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3, mark_model
-from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 _ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # those that are not destroyed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import os
 import types
@@ -19,6 +18,7 @@ from penstock import ConfigError
 from penstock.front import sharded_init
 from penstock.front.engine import engine_of
 
+from ... import _table
 from ...accelerator.real_accelerator import get_accelerator, rank_device
 from ...comm import comm
 from ...comm.comm import get_world_size
@@ -34,22 +34,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: torch.dtype
     return fn
 
 
-class ZeroParamStatus(enum.Enum):
-    """Whether this rank has all values of a parameter."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-class ZeroParamType(enum.Enum):
-    """Whether a parameter is sharded."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
+ZeroParamStatus: Any = _table.attributes(__name__)("ZeroParamStatus")
 install()
 _ids = itertools.count()
 
