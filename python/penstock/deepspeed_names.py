@@ -22,6 +22,7 @@ _WHOLE = "the engine moves this state itself; config sections say where the stat
 _DATA = "make batches in the script; pass the length of sequences to the data loader"
 _OFFLOAD = 'set "offload_optimizer" in the config (offload.late_update overlaps the update)'
 _REMOVED = "DeepSpeed 0.19.8 removed it"
+_NORMS = "the engine shards gradients; engine.get_global_grad_norm() returns their norm"
 
 # Keys of the table's lines whose names work; a name under another key raises when it is used.
 MADE = ("values", "enums", "errors", "settings", "getters")
@@ -77,6 +78,11 @@ _INSTEAD = {
     "deepspeed.runtime.superoffload": _OFFLOAD,
     "deepspeed.runtime.swap_tensor": _WHOLE,
     "deepspeed.runtime.tensor_parallel": TENSOR,
+    "deepspeed.runtime.utils.CheckOverflow": _NORMS,
+    "deepspeed.runtime.utils.get_global_norm": _NORMS,
+    "deepspeed.runtime.utils.get_global_norm_of_tensors": _NORMS,
+    "deepspeed.runtime.utils.get_grad_norm": _NORMS,
+    "deepspeed.runtime.utils.get_weight_norm": "use torch.linalg",
     "deepspeed.runtime.weight_quantizer": _TRAINS,
     "deepspeed.runtime.zenflow": _OFFLOAD,
     "deepspeed.runtime.zero": _WHOLE,
@@ -166,6 +172,7 @@ _OLDER: list[dict[str, Any]] = [
     {"module": "deepspeed.runtime.eigenvalue", "classes": ["Eigenvalue"]},
     {"module": "deepspeed.runtime.progressive_layer_drop", "classes": ["ProgressiveLayerDrop"]},
     {"module": "deepspeed.runtime.quantize", "classes": ["Quantizer"]},
+    {"module": "deepspeed.runtime.utils", "defs": ["get_grad_norm"]},
     {"module": "deepspeed.runtime.zero.mics"},
     {
         "module": "deepspeed.compression.compress",
@@ -200,7 +207,8 @@ def table() -> dict[str, dict[str, Any]]:
     for old in _OLDER:
         line = lines.setdefault(old["module"], old)
         if line is not old:
-            line["values"] = {**line.get("values", {}), **old["values"]}
+            line["values"] = {**line.get("values", {}), **old.get("values", {})}
+            line["defs"] = [*line.get("defs", ()), *old.get("defs", ())]
     return lines
 
 

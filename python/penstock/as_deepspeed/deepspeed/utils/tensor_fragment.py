@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,10 +174,3 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
             f"{own.numel()}"
         )
     safe_set_full_grad(param, (sums / counts).view(param.shape))
-
-
-def get_full_hp_param(self: Any, optim_state_key: str | None = None) -> torch.Tensor | None:
-    """Returns the fp32 master, or the optimizer state with this key. A method of parameters."""
-    if optim_state_key is None:
-        return safe_get_full_fp32_param(self)
-    return safe_get_full_optimizer_state(self, optim_state_key)

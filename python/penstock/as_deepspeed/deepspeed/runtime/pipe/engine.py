@@ -51,6 +51,17 @@ class MicroBatch(dict[str, Any]):
         self.labels = labels
 
 
+def _refused(call: str) -> Any:
+    """Returns a method that raises PipelineError: train_batch() and eval_batch() run all stages."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PipelineError(
+            f"[deepspeed::{call}] a pipeline supports only train_batch() and eval_batch()"
+        )
+
+    return refuse
+
+
 class PipelineEngine(DeepSpeedEngine):
     """Trains a PipelineModule, a whole batch per call. `deepspeed.initialize()` creates it.
 
@@ -381,24 +392,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     # ---- calls that a pipeline does not support
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises PipelineError: train_batch() and eval_batch() run all stages."""
-        raise PipelineError(
-            "[deepspeed::forward] a pipeline supports only train_batch() and eval_batch()"
-        )
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises PipelineError: see forward()."""
-        raise PipelineError(
-            "[deepspeed::backward] a pipeline supports only train_batch() and eval_batch()"
-        )
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Raises PipelineError: see forward()."""
-        raise PipelineError(
-            "[deepspeed::step] a pipeline supports only train_batch() and eval_batch()"
-        )
-
+    forward, backward, step = map(_refused, ("forward", "backward", "step"))
     update = take_model_step = step
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
