@@ -110,6 +110,7 @@ _ELSEWHERE = (
     ("pipe", "deepspeed.runtime.pipe.topology", "ProcessTopology"),
     ("runtime", "deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer ZeROOptimizer"),
     ("runtime.bf16_optimizer", "deepspeed.runtime.base_optimizer", "BF16_Optimizer"),
+    ("runtime.compiler", "torch.compiler", "disable is_compiling"),
     ("runtime.dataloader", "deepspeed.utils.loaders", "DeepSpeedDataLoader RepeatingLoader"),
     ("runtime.fp16.fused_optimizer", "deepspeed.runtime.base_optimizer", "FP16_Optimizer"),
     ("runtime.fp16.unfused_optimizer", "deepspeed.runtime.base_optimizer", "FP16_UnfusedOptimizer"),
@@ -132,6 +133,8 @@ _ELSEWHERE = (
     ("runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.estimates",
      "estimate_zero2_model_states_mem_needs_all_cold "
      "estimate_zero2_model_states_mem_needs_all_live"),
+    ("runtime.zero.linear", "torch.nn", "LinearModuleForZeroStage3=Linear"),
+    ("runtime.zero.linear", "torch.nn.functional", "zero3_linear_wrap=linear"),
     ("runtime.zero.mics", "deepspeed.runtime.zero.partition_parameters", "MiCS_Init"),
     ("utils.comms_logging", "penstock.monitor.deepspeed_comms", "CommsLogger calc_bw_log "
      "convert_size"),

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from penstock import ConfigError
 
-from ..utils.loaders import DeepSpeedDataLoader, of_data_rank
+from ..comm.comm import get_rank
+from ..utils.loaders import DeepSpeedDataLoader
 from .zero.config import DeepSpeedZeroConfig
 from .zero.offload_states import check_offload
 
@@ -131,6 +133,7 @@ class EngineSettings:
     basic_optimizer: Any
     module: torch.nn.Module
     dp_world_size: int
+    world_size: int
     sequence_parallel_size: int
 
     if TYPE_CHECKING:
@@ -229,8 +232,8 @@ class EngineSettings:
                 "they load the same samples, which the script cuts, or different ones "
                 "(UlyssesSPDataLoaderAdapter)"
             )
-        if data_sampler is None and (route != ROUTE_TRAIN or self.native.config.mesh.tensor > 1):
-            data_sampler = of_data_rank(dataset, shuffle=route == ROUTE_TRAIN)
+        if data_sampler is None and (route != ROUTE_TRAIN or self.dp_world_size < self.world_size):
+            data_sampler = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
         if not size:
             raise ConfigError(
                 "[deepspeed::deepspeed_io] the config has no train_micro_batch_size_per_gpu: set "
@@ -245,6 +248,11 @@ class EngineSettings:
             data_sampler=data_sampler,
             dataloader_drop_last=self._config.dataloader_drop_last,
         )
+
+    def _sampler(self, dataset: Any, shuffle: bool) -> Any:
+        """Returns a sampler of this data rank's samples."""
+        rank = get_rank(self.data_parallel_group)
+        return DistributedSampler(dataset, self.dp_world_size, rank, shuffle)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Does nothing: gradients are averaged in backward."""

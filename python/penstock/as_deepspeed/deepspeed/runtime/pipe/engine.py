@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as _tree
-from torch.utils.data import DistributedSampler
 
 from penstock import ConfigError
 from penstock.front.recompute import Recomputed
@@ -18,13 +17,12 @@ from penstock.parallel.pipeline_layers import as_inputs
 
 from ... import _missing_name
 from ...utils import groups
-from ...utils.loaders import DeepSpeedDataLoader, RepeatingLoader
+from ...utils.loaders import RepeatingLoader
 from ...utils.logging import log_dist
 from ..activation_checkpointing import checkpointing
 from ..config import DeepSpeedConfig, as_dict
 from ..cut_parameters import own_settings
 from ..engine import DeepSpeedEngine, _halved, close_earlier
-from ..engine_settings import ROUTE_TRAIN
 from .module import PipelineError, PipelineModule
 
 # Keys of the config section "pipeline" without effect. The first three have none in DeepSpeed
@@ -176,34 +174,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _training_loader(self, dataset: Any) -> Any:
         """Returns a loader in the dataset's order that starts over after its last batch."""
-        return RepeatingLoader(self.deepspeed_io(dataset, data_sampler=self._sampler(dataset)))
-
-    def _sampler(self, dataset: Any, shuffle: bool = False) -> Any:
-        """Returns a sampler for this data rank's samples, which are the same on all stages."""
-        size, rank = self.grid.data_parallel_size, self.grid.data_parallel_id
-        return DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle)
-
-    def deepspeed_io(  # noqa: PLR0913 - DeepSpeed's signature
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = ROUTE_TRAIN,
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Any = None,
-        num_local_io_workers: int | None = None,
-    ) -> DeepSpeedDataLoader:
-        """Returns a loader over this data rank's samples of a dataset."""
-        if data_sampler is None:
-            data_sampler = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
-        return super().deepspeed_io(
-            dataset,
-            batch_size,
-            route,
-            pin_memory,
-            data_sampler,
-            collate_fn,
-            num_local_io_workers=num_local_io_workers,
+        return RepeatingLoader(
+            self.deepspeed_io(dataset, data_sampler=self._sampler(dataset, False))
         )
 
     # ---- data

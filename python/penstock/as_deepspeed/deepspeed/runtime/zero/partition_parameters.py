@@ -50,8 +50,8 @@ def mark(param: torch.Tensor) -> None:
     made.ds_active_sub_modules = set()
     made.ds_process_group = None
     made.ds_tensor = None
-    for name in ("partition_numel", "all_gather", "partition", "ds_summary"):
-        setattr(made, name, types.MethodType(_METHODS[name], param))
+    for name, method in _METHODS.items():
+        setattr(made, name, types.MethodType(method, param))
 
 
 def _partition_numel(param: Any) -> int:
