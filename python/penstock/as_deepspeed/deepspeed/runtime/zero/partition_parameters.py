@@ -442,11 +442,3 @@ def is_zero_param(parameter: Any) -> bool:
 
 class InsertPostInitMethodToModuleSubClasses:
     """Base class of zero.Init in DeepSpeed, for isinstance() checks."""
-
-
-def shutdown_init_context() -> None:
-    """Does nothing: engines can be created inside zero.Init and outside."""
-
-
-def restore_init_context() -> None:
-    """Does nothing: see shutdown_init_context()."""
