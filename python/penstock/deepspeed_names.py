@@ -22,6 +22,7 @@ _WHOLE = "the engine moves this state itself; config sections say where the stat
 _DATA = "make batches in the script; pass the length of sequences to the data loader"
 _OFFLOAD = 'set "offload_optimizer" in the config (offload.late_update overlaps the update)'
 _REMOVED = "DeepSpeed 0.19.8 removed it"
+_NORMS = "the engine shards gradients; engine.get_global_grad_norm() returns their norm"
 
 # Keys of a line whose names work. A name under any other key raises an error when it is used.
 MADE = ("values", "enums", "errors", "settings", "getters")
@@ -77,30 +78,82 @@ _INSTEAD = {
     "deepspeed.runtime.superoffload": _OFFLOAD,
     "deepspeed.runtime.swap_tensor": _WHOLE,
     "deepspeed.runtime.tensor_parallel": TENSOR,
+    "deepspeed.runtime.utils.CheckOverflow": _NORMS,
+    "deepspeed.runtime.utils.get_global_norm": _NORMS,
+    "deepspeed.runtime.utils.get_global_norm_of_tensors": _NORMS,
+    "deepspeed.runtime.utils.get_grad_norm": _NORMS,
+    "deepspeed.runtime.utils.get_weight_norm": "use torch.linalg",
     "deepspeed.runtime.weight_quantizer": _TRAINS,
     "deepspeed.runtime.zenflow": _OFFLOAD,
     "deepspeed.runtime.zero": _WHOLE,
     "deepspeed.sequence": "long sequences: mesh.sequence and tiling.loss_tokens (docs/parallel.md)",
 }
+# (Module, where names that its file lacks are, names). NAME=OTHER is OTHER under another name.
+_ELSEWHERE = (
+    ("accelerator.cuda_accelerator", "deepspeed.accelerator.device_accelerator",
+     "CUDA_Accelerator"),
+    ("elasticity.config", "penstock.launch.elastic_batches", "ElasticityConfig ElasticityError "
+     "ElasticityConfigError ElasticityIncompatibleWorldSize"),
+    ("elasticity.elasticity", "penstock.launch.elastic_batches", "compute_elastic_config "
+     "elasticity_enabled ensure_immutable_elastic_config"),
+    ("io", "deepspeed.io.file_writers", "FastFileWriter FastFileWriterConfig MockFileWriter "
+     "PyFileWriter"),
+    ("monitor.comet", "penstock.monitor.deepspeed", "CometMonitor"),
+    ("monitor.config", "penstock.monitor.deepspeed_config", "CometConfig CSVConfig WandbConfig "
+     "TensorBoardConfig DeepSpeedMonitorConfig get_monitor_config"),
+    ("monitor.csv_monitor", "penstock.monitor.deepspeed", "csvMonitor=CsvMonitor"),
+    ("monitor.monitor", "penstock.monitor.deepspeed", "Monitor MonitorMaster"),
+    ("monitor.tensorboard", "penstock.monitor.deepspeed", "TensorBoardMonitor"),
+    ("monitor.wandb", "penstock.monitor.deepspeed", "WandbMonitor"),
+    ("ops.lion.fused_lion", "deepspeed.ops.lion.cpu_lion", "FusedLion"),
+    ("ops.op_builder.builder", "deepspeed.ops.op_builder", "OpBuilder"),
+    ("pipe", "deepspeed.runtime.pipe.topology", "ProcessTopology"),
+    ("runtime", "deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer ZeROOptimizer"),
+    ("runtime.bf16_optimizer", "deepspeed.runtime.base_optimizer", "BF16_Optimizer"),
+    ("runtime.compiler", "torch.compiler", "disable is_compiling"),
+    ("runtime.dataloader", "deepspeed.utils.loaders", "DeepSpeedDataLoader RepeatingLoader"),
+    ("runtime.fp16.fused_optimizer", "deepspeed.runtime.base_optimizer", "FP16_Optimizer"),
+    ("runtime.fp16.unfused_optimizer", "deepspeed.runtime.base_optimizer", "FP16_UnfusedOptimizer"),
+    ("runtime.lr_schedules", "penstock.front.schedules", "LRRangeTest OneCycle WarmupCosineLR "
+     "WarmupDecayLR WarmupLR"),
+    ("runtime.zero", "deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("runtime.zero", "deepspeed.runtime.zero.partition_parameters", "MiCS_Init "
+     "unregister_external_parameter"),
+    ("runtime.zero", "deepspeed.runtime.zero.estimates",
+     "estimate_zero3_model_states_mem_needs_all_cold "
+     "estimate_zero3_model_states_mem_needs_all_live"),
+    ("runtime.zero", "deepspeed.runtime.zero.estimates",
+     "estimate_zero2_model_states_mem_needs_all_cold "
+     "estimate_zero2_model_states_mem_needs_all_live"),
+    ("runtime.zero", "deepspeed.runtime.zero.utils", "unwrap_model_for_generation"),
+    ("runtime.zero.stage3", "deepspeed.runtime.zero.estimates",
+     "estimate_zero3_model_states_mem_needs_all_cold "
+     "estimate_zero3_model_states_mem_needs_all_live"),
+    ("runtime.zero.stage_1_and_2", "deepspeed.runtime.base_optimizer", "DeepSpeedZeroOptimizer"),
+    ("runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.estimates",
+     "estimate_zero2_model_states_mem_needs_all_cold "
+     "estimate_zero2_model_states_mem_needs_all_live"),
+    ("runtime.zero.linear", "torch.nn", "LinearModuleForZeroStage3=Linear"),
+    ("runtime.zero.linear", "torch.nn.functional", "zero3_linear_wrap=linear"),
+    ("runtime.zero.mics", "deepspeed.runtime.zero.partition_parameters", "MiCS_Init"),
+    ("utils.comms_logging", "penstock.monitor.deepspeed_comms", "CommsLogger calc_bw_log "
+     "convert_size"),
+)  # fmt: skip
 # Modules of older versions that scripts still import, in the form of the table.
 _OLDER: list[dict[str, Any]] = [
     {
         "module": "deepspeed.elasticity",
         "package": True,
-        "from": {"deepspeed.elasticity.elasticity": ["*"]},
+        "from": {
+            "deepspeed.elasticity.elasticity": [
+                "compute_elastic_config",
+                "elasticity_enabled",
+                "ensure_immutable_elastic_config",
+            ]
+        },
     },
-    {
-        "module": "deepspeed.elasticity.config",
-        "classes": ["ElasticityConfig"],
-        "errors": dict.fromkeys(
-            ("ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize"),
-            "Exception",
-        ),
-    },
-    {
-        "module": "deepspeed.elasticity.elasticity",
-        "defs": ["compute_elastic_config", "elasticity_enabled", "ensure_immutable_elastic_config"],
-    },
+    {"module": "deepspeed.elasticity.config"},
+    {"module": "deepspeed.elasticity.elasticity"},
     {"module": "deepspeed.elasticity.elastic_agent", "classes": ["DSElasticAgent"]},
     {"module": "deepspeed.elasticity.utils", "defs": ["is_torch_elastic_compatible"]},
     {
@@ -122,6 +175,8 @@ _OLDER: list[dict[str, Any]] = [
     {"module": "deepspeed.runtime.eigenvalue", "classes": ["Eigenvalue"]},
     {"module": "deepspeed.runtime.progressive_layer_drop", "classes": ["ProgressiveLayerDrop"]},
     {"module": "deepspeed.runtime.quantize", "classes": ["Quantizer"]},
+    {"module": "deepspeed.runtime.utils", "defs": ["get_grad_norm"]},
+    {"module": "deepspeed.runtime.zero.mics"},
     {
         "module": "deepspeed.compression.compress",
         "defs": ["init_compression", "redundancy_clean", "student_initialization"],
@@ -155,7 +210,8 @@ def table() -> dict[str, dict[str, Any]]:
     for old in _OLDER:
         line = lines.setdefault(old["module"], old)
         if line is not old:
-            line["values"] = {**line.get("values", {}), **old["values"]}
+            line["values"] = {**line.get("values", {}), **old.get("values", {})}
+            line["defs"] = [*line.get("defs", ()), *old.get("defs", ())]
     return lines
 
 
@@ -165,8 +221,24 @@ def defined(module: str) -> set[str]:
     return {one for kind in (*MADE, "defs", "classes", "others") for one in line.get(kind, ())}
 
 
+@functools.cache
+def _moved() -> dict[tuple[str, str], tuple[str, str]]:
+    found = {}
+    for module, origin, names in _ELSEWHERE:
+        for made, _, other in (one.partition("=") for one in names.split()):
+            found[f"deepspeed.{module}", made] = origin, other or made
+    return found
+
+
+def elsewhere(module: str, name: str) -> tuple[str, str] | None:
+    """Returns the module and name of what works here under this name of a module without a file."""
+    return _moved().get((module, name))
+
+
 def source(module: str, name: str) -> tuple[str, str] | None:
     """Returns the module and name from which `module` imports `name`; None if it does not."""
+    if (module, name) in _moved():
+        return elsewhere(module, name)
     for origin, names in table().get(module, {}).get("from", {}).items():
         for one in names:
             made, _, other = one.partition("=")

@@ -248,6 +248,8 @@ def _engines(case: str, stage: int, models: list[Net], micro: Micro) -> None:
             plain = lambda loss, **options: loss.backward(**options)  # noqa: E731
             _differentiate(case, losses, engines[0].backward if by_engine else plain)
             for engine in engines:
+                if case == "mutual":
+                    engine._backward_epilogue()  # as scripts do that share a loss
                 engine.step()
     for engine in engines:
         engine.destroy()

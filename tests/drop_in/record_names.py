@@ -94,7 +94,7 @@ def public(cls: Any) -> dict[str, Any]:
 def add_class(line: dict[str, Any], name: str, cls: Any) -> None:
     if isinstance(cls, type) and issubclass(cls, enum.Enum) and is_plain([x.value for x in cls]):
         mixed = next((kind.__name__ for kind in (int, str) if issubclass(cls, kind)), "")
-        line["enums"][name] = {"": mixed} | {x.name: x.value for x in cls}
+        line["enums"][name] = {"": mixed} | {n: x.value for n, x in cls.__members__.items()}
     elif isinstance(cls, type) and issubclass(cls, Exception):
         line["errors"][name] = next(
             base.__name__ for base in cls.__mro__[1:] if base.__module__ == "builtins"

@@ -318,6 +318,47 @@ def test_timers_start_again_on_every_rank_after_a_log(drop_in_pools):
         assert "a is not started" in one["said"][1]
 
 
+def throughput() -> dict[str, Any]:
+    """Counts and times of a ThroughputTimer in a loop of two micro-batches per step."""
+    pipes.deepspeed()
+    from deepspeed.utils.timer import ThroughputTimer  # noqa: PLC0415
+
+    told: list[str] = []
+    timer = ThroughputTimer(batch_size=8, start_step=1, steps_per_output=2, logging_fn=told.append)
+    timer.stop()  # no effect before start()
+    idle = (timer.initialized, timer.started, timer.micro_step_count, timer.avg_samples_per_sec())
+    spent = []
+    for micro in range(6):
+        timer.start()
+        timer.stop(global_step=micro % 2 == 1)
+        spent.append((timer.end_time - timer.start_time, timer.step_elapsed_time))
+    timer.stop(global_step=True)
+    counts = (timer.initialized, timer.started, timer.micro_step_count, timer.global_step_count)
+    return {
+        "idle": idle,
+        "counts": counts,
+        "spent": spent,
+        "total": timer.total_elapsed_time,
+        "rate": timer.avg_samples_per_sec(),
+        "told": told,
+    }
+
+
+def test_throughput_counts_what_start_and_stop_enclose(drop_in_pools):
+    for found in drop_in_pools(WORLD).run(throughput):
+        assert found["idle"] == (False, False, 0, float("-inf"))
+        assert found["counts"] == (True, False, 6, 3)
+        first, last = found["spent"][:2], found["spent"][2:]
+        assert first == [(0, 0)] * 2, "steps before start_step are not timed"
+        assert [step for _, step in last[1::2]] == [0, 0], "a step's time begins again"
+        assert all(step == pytest.approx(own) for own, step in last[::2])
+        assert found["total"] == pytest.approx(sum(own for own, _ in last))
+        assert found["rate"] == pytest.approx(8 * 2 / found["total"])
+        (line,) = found["told"]
+        assert line.startswith("micro_step=4/global_step=2, RunningAvgSamplesPerSec=")
+        assert "CurrSamplesPerSec=" in line
+
+
 def test_memory_is_printed(drop_in_pools):
     (first, _, _), _ = drop_in_pools(WORLD).run(printed, {"memory_breakdown": True}, 2)
     for part, when in itertools.product(("forward", "backward", "step"), ("before", "after")):

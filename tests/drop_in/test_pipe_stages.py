@@ -8,6 +8,7 @@ from typing import Any
 import pipe_models as pipes
 import pytest
 import torch
+import torch.distributed as dist
 from pipe_models import VOCAB, WIDTH
 from raised import raised
 from torch import nn
@@ -217,3 +218,25 @@ def edited_layers(which: int) -> str:
 def test_an_edit_of_forward_funcs_is_refused_on_all_stages(which, drop_in_pools):
     for error in drop_in_pools(2).run(edited_layers, which):
         assert "forward_funcs of the PipelineModule was edited" in str(error), error
+
+
+def edited_by_one(kind: str) -> str:
+    """The error of initialize() if one of two data ranks changes its module."""
+    model = pipes.built("modules", num_stages=1)
+    if dist.get_rank() == 1 and kind == "layer":
+        model.forward_funcs[-1] = torch.zeros_like
+    if dist.get_rank() == 1 and kind == "parameter":
+        model.scale = nn.Parameter(torch.ones(2))
+    return raised(lambda: pipes.deepspeed().initialize(model=model, config=pipes.config_of()))
+
+
+ONE_DATA_RANK = {
+    "layer": "forward_funcs of the PipelineModule was edited",
+    "parameter": '"scale" on some ranks only',
+}
+
+
+@pytest.mark.parametrize("kind", ONE_DATA_RANK)
+def test_all_data_ranks_refuse(kind, drop_in_pools):
+    for error in drop_in_pools(2).run(edited_by_one, kind):
+        assert ONE_DATA_RANK[kind] in str(error), error

@@ -414,14 +414,23 @@ def test_not_elementwise(name, way):
         assert torch.equal(now, then), "the probe changed the model"
 
 
-def test_lion_steps_only_in_an_engine():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lion_without_an_engine(dtype):
     import penstock  # noqa: PLC0415
 
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    with pytest.raises(penstock.RuntimeFault, match="initialize"):
-        penstock.Lion([parameter], lr=0.1).step()
-    assert torch.equal(parameter, torch.ones(3))
+    torch.manual_seed(0)
+    own, plain = (nn.Parameter(torch.linspace(-1, 1, 7, dtype=dtype)) for _ in range(2))
+    idle = nn.Parameter(torch.ones(2, dtype=dtype))  # without a gradient
+    options = {"lr": 0.1, "betas": (0.7, 0.9), "weight_decay": 0.5}
+    ours, reference = penstock.Lion([own, idle], **options), PlainLion([plain], **options)
+    for _ in range(4):
+        own.grad = torch.randn(7).to(dtype)
+        plain.grad = own.grad.clone()
+        assert ours.step(lambda: 3.0) == 3.0
+        reference.step()
+        limit = 1e-6 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(own, plain, rtol=limit, atol=limit)
+    assert torch.equal(idle, torch.ones_like(idle)) and idle not in ours.state
 
 
 # ---- the loss scale

@@ -120,7 +120,7 @@ def _by_file(module: str, name: str) -> Verdict | None:
         return None
     found = file.bound.get(name)
     if isinstance(found, tuple):
-        return verdict(*found) if found[0].split(".")[0] == "deepspeed" else Verdict(HERE)
+        return verdict(*found)
     if found is not None:
         return found
     for star in file.stars:
@@ -133,11 +133,14 @@ def _by_file(module: str, name: str) -> Verdict | None:
 
 def verdict(module: str, name: str) -> Verdict:
     """Returns what happens with a name of a module of DeepSpeed."""
-    if is_module(f"{module}.{name}") or name.startswith("__"):
+    if is_module(f"{module}.{name}") or name.startswith("__") or not module.startswith("deepspeed"):
         return Verdict(HERE)
     found = _by_file(module, name)
     if found is not None:
         return found
+    moved = deepspeed_names.elsewhere(module, name)
+    if moved is not None:
+        return verdict(*moved)
     line = deepspeed_names.table().get(module, {})
     if any(name in line.get(kind, ()) for kind in deepspeed_names.MADE):
         return Verdict(HERE)

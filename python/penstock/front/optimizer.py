@@ -30,7 +30,7 @@ _LION: dict[str, Any] = _KINDS["Lion"].defaults
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv:2302.06675), computed by the engine, with decoupled weight decay.
+    """Lion (arXiv:2302.06675) with decoupled weight decay. Inside an engine its kernel computes it.
 
     Args:
         params: parameters or groups, as for any torch optimizer.
@@ -48,12 +48,27 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Raises RuntimeFault: `engine.step()` updates the weights."""
-        raise RuntimeFault(
-            "[front::Lion] Lion steps only inside an engine. Pass it to initialize(), and call "
-            "engine.step()"
-        )
+        """Updates the parameters that have a `.grad`, and returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (first, second) = self.state[param], group["betas"]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param)
+        moment = state["exp_avg"]
+        direction = moment.mul(first).add_(param.grad, alpha=1 - first).sign_()
+        param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+        moment.mul_(second).add_(param.grad, alpha=1 - second)
 
 
 # The public class of each kind: torch's class, or Penstock's if torch has none.

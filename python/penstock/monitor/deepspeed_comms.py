@@ -207,7 +207,9 @@ def timed(logger: CommsLogger, function: Callable[..., Any], sent: int = 0) -> C
     name = function.__name__
 
     @functools.wraps(function)
-    def run(*args: Any, prof: bool = False, log_name: str = name, **options: Any) -> Any:
+    def run(
+        *args: Any, prof: bool = False, log_name: str = name, debug: Any = None, **options: Any
+    ) -> Any:
         asked = logger.enabled and (prof or logger.prof_all or log_name in logger.prof_ops)
         if not asked:
             return function(*args, **options)

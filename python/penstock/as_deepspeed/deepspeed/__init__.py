@@ -4,31 +4,12 @@ import argparse as _argparse
 
 from . import _table, git_version_info
 from . import comm as comm
-from . import monitor as monitor
-from . import ops as ops
-from . import pipe as pipe
-from . import profiling as profiling
-from . import runtime as runtime
-from . import utils as utils
 from ._initialize import initialize as initialize
-from .accelerator import get_accelerator as get_accelerator
-from .comm.comm import init_distributed as init_distributed
-from .runtime import zero as zero
-from .runtime.activation_checkpointing import checkpointing as checkpointing
-from .runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
 from .runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
 from .runtime.compiler import is_compile_supported as is_compile_supported
-from .runtime.config import DeepSpeedConfig as DeepSpeedConfig
-from .runtime.config import DeepSpeedConfigError as DeepSpeedConfigError
 from .runtime.engine import ADAM_OPTIMIZER as ADAM_OPTIMIZER
 from .runtime.engine import LAMB_OPTIMIZER as LAMB_OPTIMIZER
-from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from .runtime.lr_schedules import add_tuning_arguments as add_tuning_arguments
-from .runtime.pipe.engine import PipelineEngine as PipelineEngine
-from .runtime.pipe.module import PipelineModule as PipelineModule
-from .utils import log_dist as log_dist
-from .utils import logger as logger
-from .utils.init_on_device import OnDevice as OnDevice
 
 __version__ = version = git_version_info.version
 __version_major__, __version_minor__, __version_patch__ = (

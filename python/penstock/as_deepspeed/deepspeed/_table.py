@@ -51,9 +51,17 @@ def _is_import(frame: types.FrameType) -> bool:
 
 
 def _make(module: str, name: str) -> Any:
+    if f"{module}.{name}" in deepspeed_names.table():
+        return importlib.import_module(f"{module}.{name}")
+    if deepspeed_names.elsewhere(module, name) is None and name in deepspeed_names.defined(module):
+        return _defined(module, name)
+    origin = deepspeed_names.source(module, name)
+    assert origin is not None  # deepspeed_names.knows() has found it
+    return getattr(importlib.import_module(origin[0]), origin[1])
+
+
+def _defined(module: str, name: str) -> Any:
     line, full = deepspeed_names.table()[module], f"{module}.{name}"
-    if full in deepspeed_names.table():
-        return importlib.import_module(full)
     if name in line.get("values", ()):
         return copy.deepcopy(line["values"][name])
     if name in line.get("getters", ()):
@@ -71,11 +79,7 @@ def _make(module: str, name: str) -> Any:
         return _missing_name.function(full, instead)
     if name in line.get("classes", ()):
         return _missing_name.cls(full, instead)
-    if name in line.get("others", ()):
-        return _missing_name.Thing(full, instead)
-    origin = deepspeed_names.source(module, name)
-    assert origin is not None  # deepspeed_names.knows() has found it
-    return getattr(importlib.import_module(origin[0]), origin[1])
+    return _missing_name.Thing(full, instead)
 
 
 def _enum(module: str, name: str, members: dict[str, Any]) -> Any:

@@ -14,6 +14,11 @@ from penstock import ConfigError
 Calls = Mapping[str, Callable[..., Any]]
 
 
+def always(value: Any) -> Callable[..., Any]:
+    """Returns a call that returns the value."""
+    return lambda *_, **__: value
+
+
 def _tensor_type(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda self: functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
@@ -66,31 +71,29 @@ def _set_compiler(self: Any, backend: str) -> None:
     self._compile_backend = backend
 
 
-def _extension(_self: Any) -> Any:
-    return importlib.import_module("torch.utils.cpp_extension").BuildExtension
-
-
 SHARED: Calls = {
     "communication_backend_name": lambda self: self._communication_backend_name,
     "on_accelerator": lambda self, tensor: tensor.device.type == self._name,
-    "random": lambda self: torch.random,
-    "is_fp64_supported": lambda self: True,
+    "random": always(torch.random),
+    "is_fp64_supported": always(True),
     "pin_memory": _pin_memory,
     "pin_empty": _pin_empty,
     "pin_empty_like": _pin_like,
-    "pin_memory_alignment": lambda self: 1,
+    "pin_memory_alignment": always(1),
     "is_pinned": lambda self, tensor: tensor.is_pinned() if self._pins else True,
-    "unpin_memory": lambda self, tensor: None,
-    "register_host_memory": lambda self, address, num_bytes: False,
-    "unregister_host_memory": lambda self, address: None,
-    "op_builder_dir": lambda self: "deepspeed.ops.op_builder",
+    "unpin_memory": always(None),
+    "register_host_memory": always(False),
+    "unregister_host_memory": always(None),
+    "op_builder_dir": always("deepspeed.ops.op_builder"),
     "get_op_builder": _builder,
     "create_op_builder": _new_builder,
-    "build_extension": _extension,
+    "build_extension": lambda self: (
+        importlib.import_module("torch.utils.cpp_extension").BuildExtension
+    ),
     "set_visible_devices_envs": _set_visible,
     "get_compile_backend": lambda self: self._compile_backend,
     "set_compile_backend": _set_compiler,
-    "prefer_triton_grouped_mm": lambda self: False,
+    "prefer_triton_grouped_mm": always(False),
 }  # fmt: skip
 VALUES: Calls = {
     "BFloat16Tensor": _tensor_type(torch.bfloat16),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .abstract_accelerator import SHARED, Calls, DeepSpeedAccelerator
+from .abstract_accelerator import SHARED, Calls, DeepSpeedAccelerator, always
 
 
 def _resident(_self: Any, _index: Any = None) -> int:
@@ -28,25 +28,25 @@ def _stats(self: Any, _index: Any = None) -> dict[str, int]:
     return {"allocated_bytes.all.current": current, "allocated_bytes.all.peak": peak}
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Does nothing: a CPU has no streams, events or caches."""
-
-
-def _always(value: Any) -> Any:
-    return lambda *_, **__: value
-
-
+_TRUE = (
+    "is_available is_synchronized_device use_host_timers is_bf16_supported is_fp16_supported "
+    "resolves_data_dependency handles_memory_backpressure"
+).split()
+_NOTHING = (  # a CPU has no streams, events or caches
+    "set_device synchronize empty_cache reset_peak_memory_stats reset_max_memory_allocated "
+    "reset_max_memory_cached current_stream default_stream range_push range_pop Stream Event"
+).split()
 _HOST: Calls = {
-    "device_name": _always("cpu"),
-    "current_device_name": _always("cpu"),
-    "device": _always(contextlib.nullcontext()),
-    "stream": _always(contextlib.nullcontext()),
+    "device_name": always("cpu"),
+    "current_device_name": always("cpu"),
+    "device": always(contextlib.nullcontext()),
+    "stream": always(contextlib.nullcontext()),
     "device_count": lambda self: int(
         os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1
     ),
     "current_device": lambda self: int(os.environ.get("LOCAL_RANK", "0")),
-    "supported_dtypes": _always([torch.float32, torch.bfloat16, torch.float16]),
-    "preferred_dtype": _always(torch.bfloat16),
+    "supported_dtypes": always([torch.float32, torch.bfloat16, torch.float16]),
+    "preferred_dtype": always(torch.bfloat16),
     "initial_seed": lambda self: torch.initial_seed(),
     "default_generator": lambda self, index=None: torch.default_generator,
     "manual_seed": lambda self, seed: torch.manual_seed(seed),
@@ -67,24 +67,11 @@ _HOST: Calls = {
     "available_memory": lambda self, index=None: (
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     ),
-    "visible_devices_envs": _always(["CUDA_VISIBLE_DEVICES"]),
-    "export_envs": _always([]),
-    **dict.fromkeys(
-        (
-            *("is_available", "is_synchronized_device", "use_host_timers", "is_bf16_supported"),
-            *("resolves_data_dependency", "handles_memory_backpressure", "is_fp16_supported"),
-        ),
-        _always(True),
-    ),
-    **dict.fromkeys(("is_triton_supported", "is_current_stream_capturing"), _always(False)),
-    **dict.fromkeys(
-        (
-            *("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"),
-            *("reset_max_memory_allocated", "reset_max_memory_cached", "current_stream"),
-            *("default_stream", "range_push", "range_pop", "Stream", "Event"),
-        ),
-        _nothing,
-    ),
+    "visible_devices_envs": always(["CUDA_VISIBLE_DEVICES"]),
+    "export_envs": always([]),
+    **dict.fromkeys(_TRUE, always(True)),
+    **dict.fromkeys(("is_triton_supported", "is_current_stream_capturing"), always(False)),
+    **dict.fromkeys(_NOTHING, always(None)),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from .abstract_accelerator import SHARED, VALUES, Calls, DeepSpeedAccelerator, unsupported
+from .abstract_accelerator import SHARED, VALUES, Calls, DeepSpeedAccelerator, always, unsupported
 
 # The environment variables that select devices, if not KIND_VISIBLE_DEVICES.
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -21,6 +21,10 @@ _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 def _of_all(name: str) -> Callable[..., Any]:
     """Returns a call of torch.accelerator, whose only argument is the number of a device."""
     return lambda self, device_index=None: getattr(torch.accelerator, name)(device_index)
+
+
+def _memory_info(at: int) -> Callable[..., Any]:
+    return lambda self, device_index=None: torch.accelerator.get_memory_info(device_index)[at]
 
 
 def _of_module(path: str, *otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,10 +40,6 @@ def _of_module(path: str, *otherwise: Callable[..., Any]) -> Callable[..., Any]:
         return found(*args, **kwargs)
 
     return call
-
-
-def _constant(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
 
 
 def _name_of(self: Any, device_index: int | None = None) -> str:
@@ -80,70 +80,65 @@ def _value(path: str) -> Callable[..., Any]:
     return lambda self: getattr(self._module, path, None) or getattr(torch, path)
 
 
+_FALSE = (
+    "is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"
+).split()
+# torch.accelerator's functions of a device's number, by DeepSpeed's names.
+_NUMBERED = {
+    "synchronize": "synchronize",
+    "memory_allocated": "memory_allocated",
+    "max_memory_allocated": "max_memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "memory_cached": "memory_reserved",
+    "max_memory_reserved": "max_memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "memory_stats": "memory_stats",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+# Functions of the device's own module with the same name.
+_OWN = (
+    "set_device manual_seed manual_seed_all initial_seed stream current_stream default_stream"
+).split()
 _DEVICE: Calls = {
+    **{name: _of_all(own) for name, own in _NUMBERED.items()},
+    **{name: _of_module(name) for name in _OWN},
     "device_name": _name_of,
     "current_device_name": lambda self: _name_of(self, torch.accelerator.current_device_index()),
     "device": lambda self, device_index=None: torch.device(_name_of(self, device_index)),
-    "set_device": _of_module("set_device"),
     "current_device": lambda self: torch.accelerator.current_device_index(),
     "device_count": lambda self: torch.accelerator.device_count(),
     "is_available": lambda self: torch.accelerator.is_available(),
-    "synchronize": _of_all("synchronize"),
     "communication_backend_version": _of_module("nccl.version"),
     # Random numbers
-    "manual_seed": _of_module("manual_seed"),
-    "manual_seed_all": _of_module("manual_seed_all"),
-    "initial_seed": _of_module("initial_seed"),
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
     "default_generator": lambda self, device_index: self._module.default_generators[device_index],
     # Streams and graphs
-    "stream": _of_module("stream"),
-    "current_stream": _of_module("current_stream"),
-    "default_stream": _of_module("default_stream"),
-    "is_current_stream_capturing": _of_module("is_current_stream_capturing", _constant(False)),
+    "is_current_stream_capturing": _of_module("is_current_stream_capturing", always(False)),
     "create_graph": _of_module("CUDAGraph"),
     "capture_to_graph": _of_module("graph"),
     "replay_graph": lambda self, graph: graph.replay(),
     # Memory
     "empty_cache": lambda self: torch.accelerator.empty_cache(),
-    "memory_allocated": _of_all("memory_allocated"),
-    "max_memory_allocated": _of_all("max_memory_allocated"),
-    "memory_reserved": _of_all("memory_reserved"),
-    "memory_cached": _of_all("memory_reserved"),
-    "max_memory_reserved": _of_all("max_memory_reserved"),
-    "max_memory_cached": _of_all("max_memory_reserved"),
-    "memory_stats": _of_all("memory_stats"),
-    "reset_peak_memory_stats": _of_all("reset_peak_memory_stats"),
-    "reset_max_memory_allocated": _of_all("reset_peak_memory_stats"),
-    "reset_max_memory_cached": _of_all("reset_peak_memory_stats"),
-    "total_memory": lambda self, device_index=None: torch.accelerator.get_memory_info(device_index)[
-        1
-    ],
-    "available_memory": lambda self, device_index=None: torch.accelerator.get_memory_info(
-        device_index
-    )[0],
+    "total_memory": _memory_info(1),
+    "available_memory": _memory_info(0),
     # Data types
-    "is_bf16_supported": _of_module("is_bf16_supported", _constant(True)),
+    "is_bf16_supported": _of_module("is_bf16_supported", always(True)),
     "is_fp16_supported": _is_fp16_supported,
     "supported_dtypes": _dtypes,
     "preferred_dtype": lambda self: _dtypes(self)[-1],
     "is_triton_supported": lambda self: (_capability(self) or 0) >= 8,
     # Others
-    "range_push": _of_module("nvtx.range_push", _constant(None)),
-    "range_pop": _of_module("nvtx.range_pop", _constant(None)),
+    "range_push": _of_module("nvtx.range_push", always(None)),
+    "range_pop": _of_module("nvtx.range_pop", always(None)),
     "lazy_call": _of_module("_lazy_call", lambda callback: callback()),
     "export_envs": lambda self: [self._communication_backend_name.upper()],
     "visible_devices_envs": lambda self: [
         _VISIBLE.get(self._name, f"{self._name.upper()}_VISIBLE_DEVICES")
     ],
-    **dict.fromkeys(
-        (
-            *("is_synchronized_device", "use_host_timers", "resolves_data_dependency"),
-            *("handles_memory_backpressure",),
-        ),
-        _constant(False),
-    ),
+    **dict.fromkeys(_FALSE, always(False)),
 }
 
 

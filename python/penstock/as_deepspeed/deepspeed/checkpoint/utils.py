@@ -22,7 +22,3 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
     return f"{base_folder}/mp_rank_{mp_rank_str}_model_states.pt"
-
-
-def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    return f"{base_folder}/zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"

@@ -140,14 +140,6 @@ def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
     }
 
 
-def is_initialized() -> bool:
-    return dist.is_initialized()
-
-
-def is_available() -> bool:
-    return dist.is_available()
-
-
 def get_rank(group: Any = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
@@ -172,46 +164,21 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
 
-def is_backend_available(backend: str) -> bool:
-    return dist.is_backend_available(backend)
-
-
-def all_reduce(
-    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    return dist.all_reduce(tensor, op, group, async_op)
-
-
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None
 ) -> Any:
     return dist.all_reduce(tensor, op, group)
 
 
-def broadcast(
-    tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False, **kwargs: Any
-) -> Any:
-    return dist.broadcast(tensor, src, group, async_op)
-
-
-def all_gather(
-    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
-    async_op: bool = False, **kwargs: Any,
-) -> Any:  # fmt: skip
-    return dist.all_gather(tensor_list, tensor, group, async_op)
-
-
 def all_gather_into_tensor(
-    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     return dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
 
 
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM,
-    group: Any = None, async_op: bool = False, **kwargs: Any,
+    group: Any = None, async_op: bool = False,
 ) -> Any:  # fmt: skip
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
@@ -241,13 +208,39 @@ def _sendable(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor.to("cpu" if "cpu" in kinds else get_accelerator().current_device_name())
 
 
-def _broadcast_values(tensor: torch.Tensor, src: int) -> None:
-    """Copies a tensor's values from rank `src`, on any device. All ranks call it."""
-    values = tensor.detach()
-    sent = _sendable(values)
-    dist.broadcast(sent, src)
-    if sent is not values:
-        values.copy_(sent)
+def _broadcast_values(tensor: torch.Tensor, src: int, group: Any = None) -> None:
+    """Copies a tensor's values, of any dtype and device, from rank `src`. All ranks of the group
+    call it."""
+    if get_world_size(group) == 1:
+        return
+    sent = _sendable(tensor.detach().contiguous(), group)
+    dist.broadcast(sent.view(-1).view(torch.uint8), src, group)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(sent)
+
+
+def _reduce_values(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduces a tensor on any device over all ranks, which call it."""
+    if get_world_size() > 1:
+        sent = _sendable(tensor)
+        dist.all_reduce(sent, op)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+
+def _of_ranks(value: Any, group: Any = None) -> list[Any]:
+    """Returns the values of the ranks of a group, all of which call it, by rank."""
+    found = [value] * get_world_size(group)
+    if len(found) > 1:
+        dist.all_gather_object(found, value, group)
+    return found
+
+
+def _raise_together(problem: str) -> None:
+    """Raises ConfigError on all ranks if one of them has a problem. All ranks call it."""
+    problems = list(filter(None, _of_ranks(problem)))
+    if problems:
+        raise ConfigError(problems[0])
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **_: Any) -> Any:

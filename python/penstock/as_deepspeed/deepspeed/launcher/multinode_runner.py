@@ -106,17 +106,11 @@ class OpenMPIRunner(_Runner):
         return ["--mca", "btl", "^openib", *link, *given]
 
 
-class MPICHRunner(_Runner):
-    _launcher = "mpich"
+def _runner(name: str, launcher: str) -> type[_Runner]:
+    return type(name, (_Runner,), {"_launcher": launcher, "__module__": __name__})
 
 
-class IMPIRunner(_Runner):
-    _launcher = "impi"
-
-
-class SlurmRunner(_Runner):
-    _launcher = "slurm"
-
-
-class MVAPICHRunner(_Runner):
-    _launcher = "mvapich"
+MPICHRunner = _runner("MPICHRunner", "mpich")
+IMPIRunner = _runner("IMPIRunner", "impi")
+SlurmRunner = _runner("SlurmRunner", "slurm")
+MVAPICHRunner = _runner("MVAPICHRunner", "mvapich")

@@ -13,14 +13,7 @@ from typing import Any
 from penstock.launch import arguments, exports, hostfile
 
 EXPORT_ENVS = list(exports.PREFIXES)  # a script may add to it
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 DLTS_HOSTFILE = hostfile.DEFAULT
-PDSH_LAUNCHER = "pdsh"
-OPENMPI_LAUNCHER = "openmpi"
-MPICH_LAUNCHER = "mpich"
-IMPI_LAUNCHER = "impi"
-SLURM_LAUNCHER = "slurm"
-MVAPICH_LAUNCHER = "mvapich"
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
@@ -68,7 +61,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line of `deepspeed`. Options not given have DeepSpeed's defaults."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     arguments.add_options(parser, "deepspeed")
-    parser.set_defaults(hostfile=DLTS_HOSTFILE, launcher=PDSH_LAUNCHER, master_port=29500)
+    parser.set_defaults(hostfile=DLTS_HOSTFILE, launcher="pdsh", master_port=29500)
     found = parser.parse_args(args)
     found.user_script, found.user_args, found.as_deepspeed = found.script, found.args, True
     return found

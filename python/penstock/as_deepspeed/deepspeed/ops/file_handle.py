@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -24,9 +25,13 @@ def _bytes_of(buffer: torch.Tensor) -> memoryview:
     return memoryview(held)
 
 
-def _transfer(move: Callable[..., int], flags: int, held: memoryview, path: str, at: int) -> None:
+_Move = tuple[Callable[..., int], int]  # the system's call and the flags to open the file with
+_READ, _WRITE = (os.preadv, os.O_RDONLY), (os.pwritev, os.O_WRONLY | os.O_CREAT)
+
+
+def _transfer(how: _Move, held: memoryview, path: str, at: int) -> None:
     """Moves all bytes between memory and a file, starting at an offset in the file."""
-    done = 0
+    done, (move, flags) = 0, how
     descriptor = os.open(path, flags, 0o644)
     try:
         while done < len(held):
@@ -93,54 +98,35 @@ class AioHandle(PinMemoryHandle):
             raise AttributeError(name)
         return lambda: self._options[option]
 
-    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Begins to fill the buffer from the file. Call wait() before you use the buffer."""
-        return self._begin(os.preadv, os.O_RDONLY, buffer, filename, file_offset)
-
-    def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Begins to write the buffer to the file. Call wait() before you change the buffer."""
-        return self._begin(os.pwritev, os.O_WRONLY | os.O_CREAT, buffer, filename, file_offset)
-
-    def _begin(
-        self, move: Callable[..., int], flags: int, buffer: torch.Tensor, path: str, at: int
-    ) -> int:
+    def _begin(self, move: _Move, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
         held = _bytes_of(buffer)
-        self._pending.append(self._threads.submit(_transfer, move, flags, held, path, at))
+        self._pending.append(self._threads.submit(_transfer, move, held, filename, file_offset))
         return 0
 
-    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Fills the buffer from the file. Returns 1."""
-        _transfer(os.preadv, os.O_RDONLY, _bytes_of(buffer), filename, file_offset)
+    def _run(self, move: _Move, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        _transfer(move, _bytes_of(buffer), filename, file_offset)
         return 1
 
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Writes the buffer to the file. Returns 1."""
-        _transfer(os.pwritev, os.O_WRONLY | os.O_CREAT, _bytes_of(buffer), filename, file_offset)
-        return 1
+    # Fill the buffer from the file, or write it to the file. async_*() return before it is done:
+    # call wait() before you use or change the buffer.
+    async_pread = functools.partialmethod(_begin, _READ)
+    async_pwrite = functools.partialmethod(_begin, _WRITE)
+    sync_pread = functools.partialmethod(_run, _READ)
+    sync_pwrite = functools.partialmethod(_run, _WRITE)
 
-    def pread(
+    def _choose(
         self,
+        move: _Move,
         buffer: torch.Tensor,
         filename: str,
         validate: bool = False,
         is_async: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """Calls async_pread() or sync_pread()."""
-        chosen = self.async_pread if is_async else self.sync_pread
-        return chosen(buffer, filename, file_offset)
+        return (self._begin if is_async else self._run)(move, buffer, filename, file_offset)
 
-    def pwrite(
-        self,
-        buffer: torch.Tensor,
-        filename: str,
-        validate: bool = False,
-        is_async: bool = False,
-        file_offset: int = 0,
-    ) -> int:
-        """Calls async_pwrite() or sync_pwrite()."""
-        chosen = self.async_pwrite if is_async else self.sync_pwrite
-        return chosen(buffer, filename, file_offset)
+    pread = functools.partialmethod(_choose, _READ)
+    pwrite = functools.partialmethod(_choose, _WRITE)
 
     def wait(self) -> int:
         """Waits for all transfers that async_*() began. Returns their number.

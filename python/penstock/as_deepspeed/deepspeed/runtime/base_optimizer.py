@@ -82,6 +82,10 @@ class DeepSpeedOptimizer:
     """Base class, for isinstance()."""
 
 
+class BF16_Optimizer:  # noqa: N801 - DeepSpeed's name
+    """For isinstance(). No optimizer of the engine is an instance of it."""
+
+
 class ZeROOptimizer(DeepSpeedOptimizer):
     """An optimizer whose moments and masters are sharded in the engine.
 
@@ -218,3 +222,15 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} over {self.optimizer!r}"
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """The optimizer of ZeRO-1 (optimizer state is sharded) and ZeRO-2 (gradients, too)."""
+
+
+class FP16_Optimizer(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
+    """The optimizer of fp16 and bf16 at stage 0 with FusedAdam; nothing is sharded."""
+
+
+class FP16_UnfusedOptimizer(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
+    """The optimizer of fp16 and bf16 at stage 0 without FusedAdam."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from penstock import ConfigError
 
-from ..comm.comm import get_rank, get_world_size
+from ..comm.comm import _of_ranks, get_rank, get_world_size
 from ..utils.bwc import (
     bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_group,
@@ -117,8 +117,7 @@ class CutParameters:
                 )
             told = self._cut[name][1:] if name in self._cut else _hash(one)
             own[name] = (tuple(one.shape), told)
-        all_of: list[Any] = [None] * self._count
-        dist.all_gather_object(all_of, own, group=self._group)
+        all_of = _of_ranks(own, self._group)
         for name in dict.fromkeys(name for one in all_of for name in one):  # so all ranks raise
             if any(one.get(name) != all_of[0].get(name) for one in all_of):
                 raise ConfigError(

@@ -21,16 +21,20 @@ from penstock.front import optimizer as optimizers
 from penstock.front import schedules
 from penstock.front.engine import engine_of
 from penstock.launch import autotuning
-from penstock.monitor.deepspeed import step_events
+from penstock.monitor.deepspeed import MonitorMaster, step_events
 
 from .._refusal import DeepSpeedRefusal
 from ..comm.comm import get_rank, get_world_size
-from ..monitor.monitor import MonitorMaster
-from ..ops.adam import FusedAdam
+from ..ops.adam.fused_adam import FusedAdam
 from ..utils import groups
 from ..utils.bwc import bwc_tensor_model_parallel_group
 from ..utils.logging import log_dist
-from .base_optimizer import EngineState
+from .base_optimizer import (
+    DeepSpeedZeroOptimizer,
+    EngineState,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+)
 from .config import DeepSpeedConfig, make_folder
 from .cut_parameters import CutParameters, own_settings, tensor_ranks_of
 from .engine_checkpoints import EngineCheckpoints
@@ -45,13 +49,10 @@ from .engine_setup import (
 )
 from .engine_timers import EngineClock
 from .engine_windows import EngineWindows
-from .fp16.fused_optimizer import FP16_Optimizer
-from .fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from .layer_specs import rules_of
 from .pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from .sequence_parallel.parallel_state_sp import SequenceGrid
 from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3, mark_model
-from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 _ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # those that are not destroyed

@@ -15,7 +15,7 @@ import pathlib
 import shutil
 from collections.abc import Callable
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,11 @@ from penstock.conversion.convert import state_dict
 from penstock.front.json_values import decode
 
 from ..checkpoint.utils import clone_tensors_for_torch_save
-from ..comm.comm import get_rank, get_world_size
+from ..comm.comm import _of_ranks, get_rank, get_world_size
 from ..git_version_info import version
 from ..utils.logging import log_dist, logger
 
+_T = TypeVar("_T")
 _OURS = "deepspeed"  # the key in client_state for this module's data
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -50,18 +51,17 @@ def _unpickled(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)
 
 
-def _barrier() -> None:
+def _of_first_rank(value: _T) -> _T:
+    shared = [value]
     if get_world_size() > 1:
-        dist.barrier()
+        dist.broadcast_object_list(shared, 0)
+    return shared[0]
 
 
-def _of_ranks(text: Any) -> list[Any]:
-    """Gathers the values of all ranks, by rank; if all are equal, returns a list of one."""
-    if get_world_size() == 1:
-        return [text]
-    all_texts: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(all_texts, text)
-    return all_texts[:1] if all(one == text for one in all_texts) else all_texts
+def _different(text: str) -> list[str]:
+    """Returns the texts of all ranks, by rank; if all are equal, a list of one."""
+    texts = _of_ranks(text)
+    return texts[:1] if len(set(texts)) == 1 else texts
 
 
 def _together(work: Callable[[], None]) -> None:
@@ -71,9 +71,9 @@ def _together(work: Callable[[], None]) -> None:
         work()
     except (OSError, ConfigError, RuntimeFault) as error:
         problem = f"rank {get_rank()}: {error}"
-    problems = _of_ranks(problem)
-    if any(problems):
-        raise RuntimeFault(f"[deepspeed::checkpoint] {next(filter(None, problems))}")
+    problems = list(filter(None, _of_ranks(problem)))
+    if problems:
+        raise RuntimeFault(f"[deepspeed::checkpoint] {problems[0]}")
 
 
 class EngineCheckpoints:
@@ -123,19 +123,16 @@ class EngineCheckpoints:
             "scheduler": None
             if self.lr_scheduler is None
             else _pickled(self.lr_scheduler.state_dict()),
-            "client_state": _of_ranks(_pickled(client_state or {})),
+            "client_state": _different(_pickled(client_state or {})),
         }
-        if get_world_size() > 1:  # the engine requires the same client_state on all ranks
-            shared = [kept]
-            dist.broadcast_object_list(shared, 0)
-            kept = shared[0]
+        kept = _of_first_rank(kept)  # the engine requires the same client_state on all ranks
         client = {_OURS: json.dumps(kept)}
         self.native.save(root, name, client_state=client, frozen=not exclude_frozen_parameters)
         _together(lambda: self._write_names(root / name, exclude_frozen_parameters))
         if get_rank() == 0:
             self._set_latest(root, name if save_latest else before)  # the file has no newline
             self._copy_scripts(root)
-        _barrier()
+        _of_ranks(None)  # waits for rank 0
         log_dist(f"saved {root / name}", ranks=[0])
         return True
 
@@ -144,7 +141,7 @@ class EngineCheckpoints:
 
     def _one_tag(self, name: str) -> str:
         """Returns rank 0's tag, after the check that "checkpoint.tag_validation" selects."""
-        names = _of_ranks(name)
+        names = _different(name)
         if len(names) == 1:
             return name
         mode = str(self._setting("tag_validation", "warn")).lower()
@@ -294,11 +291,7 @@ class EngineCheckpoints:
         """Returns the checkpoint's name as rank 0 sees it; None if there is no `latest`."""
         universal_only = tag is None and bool(self._setting("load_universal", False))
         latest = "latest_universal" if universal_only else "latest"
-        name = str(tag) if tag is not None else self._latest(root, latest)
-        if get_world_size() > 1:
-            names = [name]
-            dist.broadcast_object_list(names, 0)
-            name = names[0]
+        name = _of_first_rank(str(tag) if tag is not None else self._latest(root, latest))
         if name is None and universal_only:
             raise ConfigError(
                 f'[deepspeed::load_checkpoint] "checkpoint.load_universal" is true, but there is '
@@ -349,7 +342,7 @@ class EngineCheckpoints:
         if get_rank() == 0:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))
-        _barrier()
+        _of_ranks(None)  # waits for rank 0
         return True
 
     save_fp16_model = save_16bit_model

@@ -2,144 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from penstock import ConfigError
 
-from ..utils.loaders import DeepSpeedDataLoader, of_data_rank
+from ..comm.comm import get_rank
+from ..utils.loaders import DeepSpeedDataLoader
+from .zero.config import DeepSpeedZeroConfig
 from .zero.offload_states import check_offload
 
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
 
 
-def _zero(key: str, default: Any) -> Callable[[Any], Any]:
+def _key(path: str, default: Any) -> Callable[[Any], Any]:
+    """Returns a function that reads a key of a config, "KEY" or "SECTION.KEY"."""
+    *section, key = path.split(".")
+
     def look(config: Any) -> Any:
-        found = getattr(config.zero_config, key, None)
+        values = config._values if not section else config._values.get(section[0]) or {}
+        found = values.get(key)
         return default if found is None or found == "auto" else found
 
     return look
 
 
-def _key(section: str, key: str, default: Any) -> Callable[[Any], Any]:
-    def look(config: Any) -> Any:
-        found = (config._values.get(section) or {}).get(key)
-        return default if found is None or found == "auto" else found
-
-    return look
+def _offload(*devices: str) -> Callable[[Any], Any]:
+    section = _key("zero_optimization.offload_optimizer", None)
+    return lambda config: (section(config) or {}).get("device") in devices
 
 
-def _top(key: str, default: Any) -> Callable[[Any], Any]:
-    def look(config: Any) -> Any:
-        found = config._values.get(key)
-        return default if found is None or found == "auto" else found
+def _never(config: Any) -> bool:
+    return False
 
-    return look
+
+# Attributes of the config.
+_ATTRIBUTES = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps fp16_enabled "
+    "zero_optimization_stage bfloat16_enabled managed_gradient_accumulation gradient_clipping "
+    "optimizer_name optimizer_params scheduler_name scheduler_params wall_clock_breakdown "
+    "memory_breakdown log_level dataloader_drop_last"
+).split()
+# Keys of zero_optimization, which zero_KEY() returns. DeepSpeedZeroConfig has their defaults.
+_ZERO = (
+    "compute_grad_norm allgather_sequential model_persistence_threshold reduce_scatter "
+    "module_granularity_threshold reduce_bucket_size allgather_bucket_size sub_group_size "
+    "allgather_partitions contiguous_gradients prefetch_bucket_size param_persistence_threshold "
+    "max_live_parameters max_reuse_distance round_robin_gradients ignore_unused_parameters "
+    "elastic_checkpoint load_from_fp32_weights offload_param offload_optimizer"
+).split()
+_UNSUPPORTED = (
+    "amp_enabled sparse_gradients_enabled bf16_master_weights_and_gradients autotuning_enabled "
+    "fp16_master_weights_and_gradients optimizer_legacy_fusion zero_quantized_weights pld_enabled "
+    "zero_quantized_gradients eigenvalue_enabled torch_autocast_enabled is_deepcompile_enabled"
+).split()
+_PROFILER = {
+    "enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True,
+    "output_file": None,
+}  # fmt: skip
+
+
+def _zero_getters() -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    for key in _ZERO:
+        _, default, *other = DeepSpeedZeroConfig._KEYS[key]
+        yield f"zero_{key}", _key(f"zero_optimization.{(*other, key)[0]}", default)
 
 
 # Methods without arguments that return a value of the config.
 _GETTERS: dict[str, Callable[[Any], Any]] = {
-    "train_batch_size": lambda config: config.train_batch_size,
-    "train_micro_batch_size_per_gpu": lambda config: config.train_micro_batch_size_per_gpu,
-    "gradient_accumulation_steps": lambda config: config.gradient_accumulation_steps,
+    **{name: operator.attrgetter(name) for name in _ATTRIBUTES},
+    **dict(_zero_getters()),
+    **dict.fromkeys(_UNSUPPORTED, _never),
+    **{
+        f"flops_profiler_{key}": _key(f"flops_profiler.{key}", one)
+        for key, one in _PROFILER.items()
+    },
     "zero_optimization": lambda config: config.zero_enabled,
-    "zero_optimization_stage": lambda config: config.zero_optimization_stage,
     "zero_optimization_partition_gradients": lambda c: c.zero_optimization_stage >= 2,
     "zero_optimization_partition_weights": lambda c: c.zero_optimization_stage >= 3,
-    "fp16_enabled": lambda config: config.fp16_enabled,
-    "bfloat16_enabled": lambda config: config.bfloat16_enabled,
-    "amp_enabled": lambda config: False,
-    "managed_gradient_accumulation": lambda config: config.managed_gradient_accumulation,
-    "gradient_clipping": lambda config: config.gradient_clipping,
-    "optimizer_name": lambda config: config.optimizer_name,
-    "optimizer_params": lambda config: config.optimizer_params,
-    "scheduler_name": lambda config: config.scheduler_name,
-    "scheduler_params": lambda config: config.scheduler_params,
     "steps_per_print": lambda config: config.steps_per_print or None,
-    "wall_clock_breakdown": lambda config: config.wall_clock_breakdown,
-    "dynamic_loss_scale": lambda c: not _key("fp16", "loss_scale", 0)(c),
-    "initial_dynamic_scale": lambda c: 2.0 ** _key("fp16", "initial_scale_power", 16)(c),
-    "loss_scale_value": _key("fp16", "loss_scale", 0),
-    "postscale_gradients": lambda c: not _top("prescale_gradients", False)(c),
-    "gradient_predivide_factor": _top("gradient_predivide_factor", 1.0),
-    "zero_allow_untested_optimizer": _top("zero_allow_untested_optimizer", False),
-    "zero_force_ds_cpu_optimizer": _top("zero_force_ds_cpu_optimizer", True),
-    "memory_breakdown": lambda config: config.memory_breakdown,
-    "log_level": lambda config: config.log_level,
+    "dynamic_loss_scale": lambda c: not _key("fp16.loss_scale", 0)(c),
+    "initial_dynamic_scale": lambda c: 2.0 ** _key("fp16.initial_scale_power", 16)(c),
+    "loss_scale_value": _key("fp16.loss_scale", 0),
+    "postscale_gradients": lambda c: not _key("prescale_gradients", False)(c),
+    "gradient_predivide_factor": _key("gradient_predivide_factor", 1.0),
+    "zero_allow_untested_optimizer": _key("zero_allow_untested_optimizer", False),
+    "zero_force_ds_cpu_optimizer": _key("zero_force_ds_cpu_optimizer", True),
     "loss_scale": lambda config: config.float16_config.loss_scale,
     "fp16_auto_cast": lambda config: config.auto_cast,
-    "sparse_gradients_enabled": lambda config: False,
-    "dump_state": _top("dump_state", False),
-    "zero_compute_grad_norm": _zero("compute_grad_norm", True),
-    "zero_allgather_sequential": _zero("stage3_allgather_sequential", False),
-    "zero_model_persistence_threshold": _zero("stage3_model_persistence_threshold", 2**63 - 1),
-    "zero_module_granularity_threshold": _zero("stage3_module_granularity_threshold", 0),
-    "zero_nvme_offload_optimizer": lambda c: (
-        (_zero("offload_optimizer", None)(c) or {}).get("device") == "nvme"
-    ),
-    "bf16_optimizer_states": _key("bf16", "bf16_optimizer_states", False),
-    "bf16_master_weights_and_gradients": lambda config: False,
-    "fp16_master_weights_and_gradients": lambda config: False,
-    "autotp_size": lambda c: (c._values.get("tensor_parallel") or {}).get("autotp_size", 0),
-    "optimizer_legacy_fusion": lambda config: False,
-    "flops_profiler_profile_step": _key("flops_profiler", "profile_step", 1),
-    "flops_profiler_module_depth": _key("flops_profiler", "module_depth", -1),
-    "flops_profiler_top_modules": _key("flops_profiler", "top_modules", 1),
-    "flops_profiler_detailed": _key("flops_profiler", "detailed", True),
-    "flops_profiler_output_file": _key("flops_profiler", "output_file", None),
-    "zero_reduce_scatter": _zero("reduce_scatter", True),
-    "zero_overlap_comm": lambda c: _zero("overlap_comm", c.zero_optimization_stage == 3)(c),
-    "zero_reduce_bucket_size": _zero("reduce_bucket_size", 500_000_000),
-    "zero_allgather_bucket_size": _zero("allgather_bucket_size", 500_000_000),
-    "zero_allgather_partitions": _zero("allgather_partitions", True),
-    "zero_contiguous_gradients": _zero("contiguous_gradients", True),
-    "zero_sub_group_size": _zero("sub_group_size", 1_000_000_000),
-    "zero_prefetch_bucket_size": _zero("stage3_prefetch_bucket_size", 50_000_000),
-    "zero_param_persistence_threshold": _zero("stage3_param_persistence_threshold", 100_000),
-    "zero_max_live_parameters": _zero("stage3_max_live_parameters", 1_000_000_000),
-    "zero_max_reuse_distance": _zero("stage3_max_reuse_distance", 1_000_000_000),
-    "zero_round_robin_gradients": _zero("round_robin_gradients", False),
-    "zero_ignore_unused_parameters": _zero("ignore_unused_parameters", True),
-    "zero_elastic_checkpoint": _zero("elastic_checkpoint", False),
-    "zero_load_from_fp32_weights": _zero("load_from_fp32_weights", True),
-    "zero_offload_param": _zero("offload_param", None),
-    "zero_offload_optimizer": _zero("offload_optimizer", None),
-    "zero_hpz_partition_size": _zero("zero_hpz_partition_size", 1),
-    "mics_shard_size": _zero("mics_shard_size", -1),
-    "zero_quantized_weights": lambda config: False,
-    "zero_quantized_gradients": lambda config: False,
+    "dump_state": _key("dump_state", False),
+    "bf16_optimizer_states": _key("bf16.bf16_optimizer_states", False),
+    "autotp_size": _key("tensor_parallel.autotp_size", 0),
+    "zero_overlap_comm": lambda c: _key(
+        "zero_optimization.overlap_comm", c.zero_optimization_stage == 3
+    )(c),
+    "zero_hpz_partition_size": _key("zero_optimization.zero_hpz_partition_size", 1),
+    "mics_shard_size": _key("zero_optimization.mics_shard_size", -1),
     "zero_gather_16bit_weights_on_model_save": lambda c: bool(
-        _zero("stage3_gather_16bit_weights_on_model_save", None)(c)
-        or _zero("stage3_gather_fp16_weights_on_model_save", False)(c)
+        _key("zero_optimization.stage3_gather_16bit_weights_on_model_save", None)(c)
+        or _key("zero_optimization.stage3_gather_fp16_weights_on_model_save", False)(c)
     ),
-    "zero_cpu_offload": lambda c: (
-        (_zero("offload_optimizer", None)(c) or {}).get("device") == "cpu"
-    ),
-    "zero_use_cpu_optimizer": lambda c: (
-        (_zero("offload_optimizer", None)(c) or {}).get("device") in ("cpu", "nvme")
-    ),
-    "load_universal_checkpoint": _key("checkpoint", "load_universal", False),
-    "use_node_local_storage": _key("checkpoint", "use_node_local_storage", False),
+    "zero_cpu_offload": _offload("cpu"),
+    "zero_nvme_offload_optimizer": _offload("nvme"),
+    "zero_use_cpu_optimizer": _offload("cpu", "nvme"),
+    "load_universal_checkpoint": _key("checkpoint.load_universal", False),
+    "use_node_local_storage": _key("checkpoint.use_node_local_storage", False),
     "checkpoint_tag_validation_enabled": lambda c: (
-        _key("checkpoint", "tag_validation", "warn")(c) != "ignore"
+        _key("checkpoint.tag_validation", "warn")(c) != "ignore"
     ),
     "checkpoint_tag_validation_fail": lambda c: (
-        _key("checkpoint", "tag_validation", "warn")(c) == "fail"
+        _key("checkpoint.tag_validation", "warn")(c) == "fail"
     ),
-    "elasticity_enabled": _key("elasticity", "enabled", False),
-    "curriculum_enabled_legacy": _key("curriculum_learning", "enabled", False),
-    "flops_profiler_enabled": _key("flops_profiler", "enabled", False),
-    "autotuning_enabled": lambda config: False,
-    "pld_enabled": lambda config: False,
-    "eigenvalue_enabled": lambda config: False,
-    "communication_data_type": _top("communication_data_type", None),
-    "dataloader_drop_last": lambda config: config.dataloader_drop_last,
-    "torch_autocast_enabled": lambda config: False,
-    "is_deepcompile_enabled": lambda config: False,
-    "swap_tensor_config": _top("aio", None),
-    "aio_config": _top("aio", None),
+    "elasticity_enabled": _key("elasticity.enabled", False),
+    "curriculum_enabled_legacy": _key("curriculum_learning.enabled", False),
+    "communication_data_type": _key("communication_data_type", None),
+    "swap_tensor_config": _key("aio", None),
+    "aio_config": _key("aio", None),
 }
 
 
@@ -151,6 +133,7 @@ class EngineSettings:
     basic_optimizer: Any
     module: torch.nn.Module
     dp_world_size: int
+    world_size: int
     sequence_parallel_size: int
 
     if TYPE_CHECKING:
@@ -249,8 +232,8 @@ class EngineSettings:
                 "they load the same samples, which the script cuts, or different ones "
                 "(UlyssesSPDataLoaderAdapter)"
             )
-        if data_sampler is None and (route != ROUTE_TRAIN or self.native.config.mesh.tensor > 1):
-            data_sampler = of_data_rank(dataset, shuffle=route == ROUTE_TRAIN)
+        if data_sampler is None and (route != ROUTE_TRAIN or self.dp_world_size < self.world_size):
+            data_sampler = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
         if not size:
             raise ConfigError(
                 "[deepspeed::deepspeed_io] the config has no train_micro_batch_size_per_gpu: set "
@@ -265,6 +248,11 @@ class EngineSettings:
             data_sampler=data_sampler,
             dataloader_drop_last=self._config.dataloader_drop_last,
         )
+
+    def _sampler(self, dataset: Any, shuffle: bool) -> Any:
+        """Returns a sampler of this data rank's samples."""
+        rank = get_rank(self.data_parallel_group)
+        return DistributedSampler(dataset, self.dp_world_size, rank, shuffle)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Does nothing: gradients are averaged in backward."""

@@ -16,9 +16,10 @@ from .._refusal import DeepSpeedRefusal
 from ..accelerator.real_accelerator import rank_device
 from ..comm import comm
 from ..comm.comm import get_rank
-from ..ops.adagrad import DeepSpeedCPUAdagrad
-from ..ops.adam import DeepSpeedCPUAdam, FusedAdam
-from ..ops.lion import DeepSpeedCPULion, FusedLion
+from ..ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad
+from ..ops.adam.cpu_adam import DeepSpeedCPUAdam
+from ..ops.adam.fused_adam import FusedAdam
+from ..ops.lion.cpu_lion import DeepSpeedCPULion, FusedLion
 from ..utils.logging import set_log_level_from_string
 from .base_optimizer import ZeROOptimizer
 from .config import DeepSpeedConfig

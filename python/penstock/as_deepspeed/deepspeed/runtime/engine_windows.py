@@ -48,6 +48,9 @@ class EngineWindows:
         _need_managed(self._managed, "set_gradient_accumulation_boundary")
         self._boundary = is_boundary
 
+    def _backward_epilogue(self) -> None:
+        """Does nothing. Scripts that share a loss among engines call it after `loss.backward()`."""
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accepted, without effect: gradients accumulate in the same way without it.

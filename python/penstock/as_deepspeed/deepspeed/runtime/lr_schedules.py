@@ -1,27 +1,13 @@
-"""DeepSpeed's learning rate schedules, from penstock.front.schedules."""
+"""Arguments and config sections of learning rate schedules; penstock.front.schedules has these."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from penstock.front.schedules import LRRangeTest as LRRangeTest
-from penstock.front.schedules import OneCycle as OneCycle
-from penstock.front.schedules import WarmupCosineLR as WarmupCosineLR
-from penstock.front.schedules import WarmupDecayLR as WarmupDecayLR
-from penstock.front.schedules import WarmupLR as WarmupLR
+from .. import _table
 
-LR_SCHEDULE = "lr_schedule"
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-WARMUP_MIN_LR, WARMUP_MAX_LR = "warmup_min_lr", "warmup_max_lr"
-WARMUP_NUM_STEPS, WARMUP_TYPE = "warmup_num_steps", "warmup_type"
-WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
-TOTAL_NUM_STEPS = "total_num_steps"
+_NAMES: list[str] = _table.attributes(__name__)("VALID_LR_SCHEDULES")
 _ARGUMENTS: dict[str, Any] = {
     "lr_range_test_min_lr": 0.001,
     "lr_range_test_step_rate": 1.0,
@@ -60,10 +46,10 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str]:
     """Returns the config section for the arguments of add_tuning_arguments(), and an error text."""
-    name = getattr(args, LR_SCHEDULE, None)
-    if name not in VALID_LR_SCHEDULES:
-        return None, f"{name!r} is not a schedule; allowed: {', '.join(VALID_LR_SCHEDULES)}"
-    prefixes = {LR_RANGE_TEST: ("lr_range_test",), ONE_CYCLE: ("cycle", "decay")}
+    name = getattr(args, "lr_schedule", None)
+    if name not in _NAMES:
+        return None, f"{name!r} is not a schedule; allowed: {', '.join(_NAMES)}"
+    prefixes = {"LRRangeTest": ("lr_range_test",), "OneCycle": ("cycle", "decay")}
     mine = prefixes.get(name, ("warmup", "cos"))
     params = {
         key: getattr(args, key) for key in _ARGUMENTS if key.startswith(mine) and hasattr(args, key)
@@ -74,7 +60,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str]:
 def get_lr_from_config(config: dict[str, Any]) -> tuple[Any, str]:
     """Returns the highest learning rate in a config section, and an error text."""
     params = config.get("params")
-    if config.get("type") not in VALID_LR_SCHEDULES or params is None:
+    if config.get("type") not in _NAMES or params is None:
         return None, "the section has no valid type, or no params"
     for name in ("lr_range_test_min_lr", "cycle_max_lr", "warmup_max_lr"):
         if name in params:

@@ -17,12 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 from penstock import ConfigError
 from penstock.front.engine import engine_of
 
-from .. import _missing_name
 from ..accelerator.cpu_accelerator import CPU_Accelerator
 from ..accelerator.real_accelerator import get_accelerator
 from ..utils.bwc import bwc_tensor_model_parallel_world_size
-
-_NORMS = "the engine shards gradients; engine.get_global_grad_norm() returns their norm"
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
@@ -92,15 +89,6 @@ def clip_grad_norm_(
             "gradient_clipping in the config"
         )
     return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
-
-
-get_global_norm = _missing_name.function("runtime.utils.get_global_norm", _NORMS)
-get_grad_norm = _missing_name.function("runtime.utils.get_grad_norm", _NORMS)
-get_global_norm_of_tensors = _missing_name.function(
-    "runtime.utils.get_global_norm_of_tensors", _NORMS
-)
-get_weight_norm = _missing_name.function("runtime.utils.get_weight_norm", "use torch.linalg")
-CheckOverflow = _missing_name.cls("runtime.utils.CheckOverflow", _NORMS)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

@@ -18,9 +18,7 @@ def shares(heads: int, ranks: int) -> list[int]:
     return [heads // ranks + (rank < heads % ranks) for rank in range(ranks)]
 
 
-def to_heads(
-    tokens: torch.Tensor, group: Any, heads: Sequence[int], dim: int
-) -> torch.Tensor:  # fmt: skip
+def to_heads(tokens: torch.Tensor, group: Any, heads: Sequence[int], dim: int) -> torch.Tensor:
     """Exchanges own tokens of all heads for all tokens of own heads. All ranks must call it.
 
     Args:
@@ -29,40 +27,29 @@ def to_heads(
         heads: the number of heads of each rank.
         dim: the dim of tokens, 0 or 1.
     """
-    made: torch.Tensor = _ToHeads.apply(tokens, group, tuple(heads), dim)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Exchange.apply(tokens, group, tuple(heads), dim, True)  # type: ignore[no-untyped-call]
     return made
 
 
-def to_tokens(
-    heads_of: torch.Tensor, group: Any, heads: Sequence[int], dim: int
-) -> torch.Tensor:  # fmt: skip
+def to_tokens(made: torch.Tensor, group: Any, heads: Sequence[int], dim: int) -> torch.Tensor:
     """Exchanges all tokens of own heads for own tokens of all heads: the inverse of to_heads()."""
-    made: torch.Tensor = _ToTokens.apply(heads_of, group, tuple(heads), dim)  # type: ignore[no-untyped-call]
-    return made
+    tokens: torch.Tensor = _Exchange.apply(made, group, tuple(heads), dim, False)  # type: ignore[no-untyped-call]
+    return tokens
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, group: Any, heads: Any, dim: int) -> torch.Tensor:
+    def forward(  # noqa: PLR0913
+        ctx: Any, given: torch.Tensor, group: Any, heads: Any, dim: int, splits_heads: bool
+    ) -> torch.Tensor:
         ctx.how = (group, heads, dim)
-        return _swap(torch.split(tokens, heads, _HEADS), group, heads, joined=dim)
+        ctx.back = to_tokens if splits_heads else to_heads
+        parts = torch.split(given, heads, _HEADS) if splits_heads else given.chunk(len(heads), dim)
+        return _swap(parts, group, heads, joined=dim if splits_heads else _HEADS)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        group, heads, dim = ctx.how
-        return to_tokens(gradient, group, heads, dim), None, None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, made: torch.Tensor, group: Any, heads: Any, dim: int) -> torch.Tensor:
-        ctx.how = (group, heads, dim)
-        return _swap(made.chunk(len(heads), dim), group, heads, joined=_HEADS)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        group, heads, dim = ctx.how
-        return to_heads(gradient, group, heads, dim), None, None, None
+        return ctx.back(gradient, *ctx.how), None, None, None, None
 
 
 def _swap(

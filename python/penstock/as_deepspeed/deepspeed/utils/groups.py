@@ -40,61 +40,6 @@ def _close(grid: Any) -> None:
     mpu = _opened[-1] if _opened else None
 
 
-def _said(name: str, otherwise: Callable[[], Any]) -> Any:
-    """Calls the mpu's method with this name; if there is none, calls `otherwise`."""
-    return getattr(mpu, name, otherwise)()
-
-
-def _all() -> Any:
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-def _samples() -> int:
-    return get_world_size() // _get_sequence_parallel_world_size()
-
-
-def _own_samples() -> int:
-    return get_rank() // _get_sequence_parallel_world_size()
-
-
-def get_data_parallel_group() -> Any:
-    """Returns the group of data ranks, each of which has its own samples."""
-    return _said("get_data_parallel_group", _all)
-
-
-def get_data_parallel_world_size() -> int:
-    return int(_said("get_data_parallel_world_size", _samples))
-
-
-def get_data_parallel_rank() -> int:
-    return int(_said("get_data_parallel_rank", _own_samples))
-
-
-def _get_sequence_data_parallel_group() -> Any:
-    return _said("get_sequence_data_parallel_group", get_data_parallel_group)
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    return int(_said("get_sequence_data_parallel_world_size", get_data_parallel_world_size))
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    return int(_said("get_sequence_data_parallel_rank", get_data_parallel_rank))
-
-
-def get_sequence_parallel_group() -> Any:
-    """Returns the group. Raises ConfigError if no engine with sequence ranks is open."""
-    return _said("get_sequence_parallel_group", _without_sequence_ranks)
-
-
-def get_sequence_parallel_world_size() -> int:
-    return int(_said("get_sequence_parallel_world_size", _one))
-
-
-def get_sequence_parallel_rank() -> int:
-    return int(_said("get_sequence_parallel_rank", _zero))
-
-
 def _one() -> int:
     return 1
 
@@ -103,24 +48,48 @@ def _zero() -> int:
     return 0
 
 
-def _computes_together() -> bool:
-    """Whether the mpu's model ranks are tensor ranks, not another name for sequence ranks."""
-    return mpu is not None and not hasattr(mpu, "get_sequence_parallel_group")
+def _asks(name: str, otherwise: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a function that calls the mpu's method `name`; `otherwise` if there is none."""
+    return lambda: getattr(mpu, name, otherwise)()
 
 
-def get_model_parallel_world_size() -> int:
-    return int(mpu.get_model_parallel_world_size()) if _computes_together() else 1
+def _of_tensor_ranks(name: str, otherwise: Callable[[], Any]) -> Callable[[], Any]:
+    """The same, except for an mpu whose model ranks are another name for its sequence ranks."""
+    return lambda: getattr(None if hasattr(mpu, _SEQUENCES) else mpu, name, otherwise)()
 
 
-def get_model_parallel_rank() -> int:
-    return int(mpu.get_model_parallel_rank()) if _computes_together() else 0
-
-
-def get_model_parallel_group() -> Any:
-    """Returns the group. Raises ConfigError if no engine with tensor ranks is open."""
-    if not _computes_together():
-        _without_tensor_ranks()
-    return mpu.get_model_parallel_group()
+_SEQUENCES = "get_sequence_parallel_group"
+_TENSOR = 'initialize() creates it, with "tensor_parallel": {"autotp_size": N} in the config'
+_SEQUENCE = (
+    'initialize() creates it, with "sequence_parallel_size" in the config, mesh_param or an mpu'
+)
+_without_tensor_ranks = _missing_name.function("a group of tensor ranks without an engine", _TENSOR)
+_without_sequence_ranks = _missing_name.function(
+    "a group of sequence ranks without an engine", _SEQUENCE
+)
+get_sequence_parallel_group = _asks(_SEQUENCES, _without_sequence_ranks)
+get_sequence_parallel_world_size = _asks("get_sequence_parallel_world_size", _one)
+get_sequence_parallel_rank = _asks("get_sequence_parallel_rank", _zero)
+# Each data rank has its own samples.
+get_data_parallel_group = _asks(
+    "get_data_parallel_group", lambda: dist.group.WORLD if dist.is_initialized() else None
+)
+get_data_parallel_world_size = _asks(
+    "get_data_parallel_world_size", lambda: get_world_size() // get_sequence_parallel_world_size()
+)
+get_data_parallel_rank = _asks(
+    "get_data_parallel_rank", lambda: get_rank() // get_sequence_parallel_world_size()
+)
+_get_sequence_data_parallel_group = _asks(
+    "get_sequence_data_parallel_group", get_data_parallel_group
+)
+_get_sequence_data_parallel_world_size = _asks(
+    "get_sequence_data_parallel_world_size", get_data_parallel_world_size
+)
+_get_sequence_data_parallel_rank = _asks("get_sequence_data_parallel_rank", get_data_parallel_rank)
+get_model_parallel_group = _of_tensor_ranks("get_model_parallel_group", _without_tensor_ranks)
+get_model_parallel_world_size = _of_tensor_ranks("get_model_parallel_world_size", _one)
+get_model_parallel_rank = _of_tensor_ranks("get_model_parallel_rank", _zero)
 
 
 def _get_expert_parallel_ranks(
@@ -175,14 +144,6 @@ _get_sequence_parallel_rank = get_sequence_parallel_rank
 _get_expert_parallel_world_size, _get_expert_parallel_rank = _one, _zero
 _get_expert_parallel_group = _missing_name.function(
     "groups._get_expert_parallel_group", "expert parallelism is not built yet"
-)
-_TENSOR = 'initialize() creates it, with "tensor_parallel": {"autotp_size": N} in the config'
-_without_tensor_ranks = _missing_name.function("a group of tensor ranks without an engine", _TENSOR)
-_SEQUENCE = (
-    'initialize() creates it, with "sequence_parallel_size" in the config, mesh_param or an mpu'
-)
-_without_sequence_ranks = _missing_name.function(
-    "a group of sequence ranks without an engine", _SEQUENCE
 )
 initialize_model_parallel = _missing_name.function("groups.initialize_model_parallel", _TENSOR)
 

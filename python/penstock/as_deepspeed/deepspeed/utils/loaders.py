@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ..accelerator.real_accelerator import get_accelerator
 from ..comm.comm import get_rank, get_world_size
-from .groups import get_data_parallel_rank, get_data_parallel_world_size
 
 
 class RepeatingLoader:
@@ -32,12 +31,6 @@ class RepeatingLoader:
         except StopIteration:
             self.data_iter = iter(self.loader)
             return next(self.data_iter)
-
-
-def of_data_rank(dataset: Any, shuffle: bool) -> Any:
-    """Returns a sampler of this data rank's samples."""
-    size, rank = get_data_parallel_world_size(), get_data_parallel_rank()
-    return DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle)
 
 
 class DeepSpeedDataLoader:

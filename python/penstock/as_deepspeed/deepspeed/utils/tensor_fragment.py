@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,9 +99,8 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         run = -(-value.numel() // dist.get_world_size())
         begin, mixed = get_rank() * run, torch.zeros_like(value, dtype=torch.float32).flatten()
         mixed[begin : begin + run] = value.flatten()[begin : begin + run]
-        sent = comm._sendable(mixed)
-        dist.all_reduce(sent)
-        engine.set_grads({engine.name_of(param): sent.to(value.device).view(param.shape)})
+        comm._reduce_values(mixed)
+        engine.set_grads({engine.name_of(param): mixed.view(param.shape)})
 
 
 def safe_update_full_grad_vectorized(
@@ -168,10 +166,7 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         sums[begin : begin + own.numel()] = value.detach().flatten().cpu()
         counts[begin : begin + own.numel()] = 1.0
     wrong.fill_(float(not fits))
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        sent = comm._sendable(given)
-        dist.all_reduce(sent)
-        given.copy_(sent)
+    comm._reduce_values(given)
     if wrong > 0 or not param.requires_grad:
         raise ConfigError(
             f"[deepspeed::safe_set_local_grad] rank {get_rank()} gives {value.numel()} elements of "
@@ -179,10 +174,3 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
             f"{own.numel()}"
         )
     safe_set_full_grad(param, (sums / counts).view(param.shape))
-
-
-def get_full_hp_param(self: Any, optim_state_key: str | None = None) -> torch.Tensor | None:
-    """Returns the fp32 master, or the optimizer state with this key. A method of parameters."""
-    if optim_state_key is None:
-        return safe_get_full_fp32_param(self)
-    return safe_get_full_optimizer_state(self, optim_state_key)

@@ -112,24 +112,35 @@ class ThroughputTimer:
         self.logging = logging_fn or logger.info
         self.enabled = getattr(config, "enabled", True)
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time, self._since = 0.0, 0.0
+        self.initialized = self.started = False
+        self.start_time = self.end_time = self.step_elapsed_time = self.total_elapsed_time = 0.0
 
     def start(self) -> None:
-        self._since = time.perf_counter() if self.global_step_count >= self.start_step else 0.0
+        self.initialized = self.started = True
+        if self.global_step_count >= self.start_step:
+            self.start_time = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        if not self.enabled:
+        """Ends what start() began; without it, does nothing."""
+        if not self.enabled or not self.started:
             return
+        self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
-        if self._since:
-            self.total_elapsed_time += time.perf_counter() - self._since
+        if self.start_time:
+            self.end_time = time.perf_counter()
+            self.step_elapsed_time += self.end_time - self.start_time
+            self.total_elapsed_time += self.end_time - self.start_time
+        if not global_step:
+            return
         every = self.steps_per_output
-        if global_step and report_speed and every and self.global_step_count % every == 0:
+        if self.start_time and report_speed and every and self.global_step_count % every == 0:
             self.logging(
                 f"micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
-                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}"
+                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, "
+                f"CurrSamplesPerSec={self.batch_size / self.step_elapsed_time}"
             )
+        self.step_elapsed_time = 0.0
 
     def update_epoch_count(self) -> None:
         """Counts an epoch. The count of micro-batches starts again."""

@@ -95,10 +95,6 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
-def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
-
-
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
     """Returns the path of rank 0's file. Raises FileNotFoundError if it is missing."""
     name = "mp_rank_00_model_states.pt"

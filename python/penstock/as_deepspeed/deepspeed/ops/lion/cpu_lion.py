@@ -1,4 +1,4 @@
-"""Lion: uses the engine's kernels and works only inside an engine."""
+"""Lion: uses the engine's kernels inside an engine and torch outside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.front import optimizer
 
 
 class DeepSpeedCPULion(Lion):
-    """Lion (arXiv:2302.06675). It works only inside an engine."""
+    """Lion (arXiv:2302.06675)."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class DeepSpeedCPULion(Lion):
 
 
 class FusedLion(Lion):
-    """Lion (arXiv:2302.06675). It works only inside an engine."""
+    """Lion (arXiv:2302.06675)."""
 
     def __init__(
         self,

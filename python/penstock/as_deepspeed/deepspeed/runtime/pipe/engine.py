@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as _tree
-from torch.utils.data import DistributedSampler
 
 from penstock import ConfigError
 from penstock.front.recompute import Recomputed
@@ -18,13 +17,12 @@ from penstock.parallel.pipeline_layers import as_inputs
 
 from ... import _missing_name
 from ...utils import groups
-from ...utils.loaders import DeepSpeedDataLoader, RepeatingLoader
+from ...utils.loaders import RepeatingLoader
 from ...utils.logging import log_dist
 from ..activation_checkpointing import checkpointing
 from ..config import DeepSpeedConfig, as_dict
 from ..cut_parameters import own_settings
 from ..engine import DeepSpeedEngine, _halved, close_earlier
-from ..engine_settings import ROUTE_TRAIN
 from .module import PipelineError, PipelineModule
 
 # Keys of the config section "pipeline" without effect. The first three have none in DeepSpeed
@@ -49,6 +47,17 @@ class MicroBatch(dict[str, Any]):
     def __init__(self, inputs: Any, labels: Any) -> None:
         super().__init__(forward_input=inputs)
         self.labels = labels
+
+
+def _refused(call: str) -> Any:
+    """Returns a method that raises PipelineError: train_batch() and eval_batch() run all stages."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PipelineError(
+            f"[deepspeed::{call}] a pipeline supports only train_batch() and eval_batch()"
+        )
+
+    return refuse
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -165,34 +174,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _training_loader(self, dataset: Any) -> Any:
         """Returns a loader in the dataset's order that starts over after its last batch."""
-        return RepeatingLoader(self.deepspeed_io(dataset, data_sampler=self._sampler(dataset)))
-
-    def _sampler(self, dataset: Any, shuffle: bool = False) -> Any:
-        """Returns a sampler for this data rank's samples, which are the same on all stages."""
-        size, rank = self.grid.data_parallel_size, self.grid.data_parallel_id
-        return DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle)
-
-    def deepspeed_io(  # noqa: PLR0913 - DeepSpeed's signature
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = ROUTE_TRAIN,
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Any = None,
-        num_local_io_workers: int | None = None,
-    ) -> DeepSpeedDataLoader:
-        """Returns a loader over this data rank's samples of a dataset."""
-        if data_sampler is None:
-            data_sampler = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
-        return super().deepspeed_io(
-            dataset,
-            batch_size,
-            route,
-            pin_memory,
-            data_sampler,
-            collate_fn,
-            num_local_io_workers=num_local_io_workers,
+        return RepeatingLoader(
+            self.deepspeed_io(dataset, data_sampler=self._sampler(dataset, False))
         )
 
     # ---- data
@@ -381,24 +364,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     # ---- calls that a pipeline does not support
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises PipelineError: train_batch() and eval_batch() run all stages."""
-        raise PipelineError(
-            "[deepspeed::forward] a pipeline supports only train_batch() and eval_batch()"
-        )
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises PipelineError: see forward()."""
-        raise PipelineError(
-            "[deepspeed::backward] a pipeline supports only train_batch() and eval_batch()"
-        )
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Raises PipelineError: see forward()."""
-        raise PipelineError(
-            "[deepspeed::step] a pipeline supports only train_batch() and eval_batch()"
-        )
-
+    forward, backward, step = map(_refused, ("forward", "backward", "step"))
     update = take_model_step = step
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

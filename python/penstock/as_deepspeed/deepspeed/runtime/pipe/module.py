@@ -18,7 +18,13 @@ from penstock.parallel.pipeline_layers import LayerSpec as LayerSpec
 from penstock.parallel.pipeline_layers import TiedLayerSpec as TiedLayerSpec
 from penstock.parallel.pipeline_layers import type_name
 
-from ...comm.comm import _sendable, get_world_size, init_distributed
+from ...comm.comm import (
+    _broadcast_values,
+    _of_ranks,
+    _raise_together,
+    get_world_size,
+    init_distributed,
+)
 from ..activation_checkpointing import checkpointing
 from ..utils import set_random_seed
 from .topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -241,7 +247,7 @@ class PipelineModule(nn.Module):
     def take_from_owners(self) -> None:
         """Copies each layer's values, dtypes and attributes from the ranks of its stage.
 
-        All ranks call it. Raises ConfigError if not all stages have the same tensors.
+        All ranks call it. Raises ConfigError, on all ranks, if stages have different tensors.
         """
         whole = {id(one) for one in self.whole.parameters()}
         outside = [name for name, one in self.named_parameters() if id(one) not in whole]
@@ -249,50 +255,48 @@ class PipelineModule(nn.Module):
         begin, end = self.parts[self._grid.stage_id : self._grid.stage_id + 2]
         own = self.whole.forward_funcs[begin:end]
         edited = list(map(id, self.forward_funcs)) != list(map(id, own))
-        told = _gathered(
-            (outside, {name: _about(one) for name, one in named.items()}, edited), self._grid
-        )
-        if any(one[2] for one in told):
-            raise ConfigError(
+        about = {name: _about(one) for name, one in named.items()}
+        told = _of_ranks((outside, about), self._grid.pp_proc_group)
+        names = {name for one in told for name in (*one[0], *one[1])}
+        apart = [name for name in sorted(names) if not all(name in one[1] for one in told)]
+        problem = ""
+        if edited:
+            problem = (
                 "[deepspeed::initialize] forward_funcs of the PipelineModule was edited, which "
                 "changes no layer that the engine runs: pass other layers to PipelineModule()"
             )
-        names = {name for one in told for name in one[1]}
-        for name in sorted(names) + [name for one in told for name in one[0]]:
-            if not all(name in one[1] for one in told):
-                raise ConfigError(
-                    f'[deepspeed::initialize] the PipelineModule has "{name}" on some ranks only, '
-                    f"or outside its layers: create it in the constructor of a layer"
-                )
-        if len(told) == 1:
-            return
+        elif apart:
+            problem = (
+                f'[deepspeed::initialize] the PipelineModule has "{apart[0]}" on some ranks only, '
+                f"or outside its layers: create it in the constructor of a layer"
+            )
+        _raise_together(problem)
         for name, one in named.items():
             stage = self.stage_owner(int(name.partition(".")[0]))
-            about = told[stage][1][name]
+            owned = told[stage][1][name]
             if stage != self._grid.stage_id:
-                _take(one, about)
-            if not about["waits"]:
-                _broadcast(one, self._grid.stage_to_global(stage), self._grid.pp_proc_group)
+                _take(one, owned)
+            if not owned["waits"]:
+                source = self._grid.stage_to_global(stage)
+                _broadcast_values(one, source, self._grid.pp_proc_group)
 
     def complete_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Adds other stages' parameters to the groups with the same index. All ranks call it."""
         names = {param: name for name, param in self.whole.named_parameters()}
         groups = optimizer.param_groups
         own = {names.get(one): at for at, group in enumerate(groups) for one in group["params"]}
-        told = _gathered((len(groups), own), self._grid)
-        if any(count != len(groups) for count, _ in told):
-            raise ConfigError(
-                f"[deepspeed::initialize] the optimizer has {[count for count, _ in told]} groups "
-                f"on the stages: create the same groups on each, empty ones if needed"
-            )
+        told = _of_ranks((len(groups), own), self._grid.pp_proc_group)
+        counts = [count for count, _ in told]
+        _raise_together(
+            ""
+            if len(set(counts)) == 1
+            else f"[deepspeed::initialize] the optimizer has {counts} groups on the stages: create "
+            f"the same groups on each, empty ones if needed"
+        )
         for param, name in names.items():
-            at = (
-                None
-                if name in own
-                else told[self.stage_owner(int(name.split(".")[0]))][1].get(name)
-            )
-            if at is not None:
-                groups[at]["params"].append(param)
+            owned = told[self.stage_owner(int(name.split(".")[0]))][1]
+            if name not in own and name in owned:
+                groups[owned[name]]["params"].append(param)
 
     def _check_checkpointing(self) -> None:
         """Raises ConfigError for recomputation settings that only DeepSpeed supports."""
@@ -315,14 +319,6 @@ class PipelineModule(nn.Module):
             )
 
 
-def _gathered(value: Any, grid: PipelineParallelGrid) -> list[Any]:
-    """Returns the values of the ranks of this rank's pipeline, by stage."""
-    all_of = [value] * grid.pipe_parallel_size
-    if len(all_of) > 1:
-        dist.all_gather_object(all_of, value, group=grid.pp_proc_group)
-    return all_of
-
-
 def _about(one: torch.Tensor) -> dict[str, Any]:
     marks = {key: value for key, value in vars(one).items() if isinstance(value, _MARKS)}
     held = sharded_init.waiting()  # values that penstock.init() or zero.Init keeps
@@ -342,13 +338,6 @@ def _take(one: torch.Tensor, about: dict[str, Any]) -> None:
         one.data = torch.empty(about["shape"], dtype=about["dtype"], device=one.device)
     one.requires_grad_(about["trains"])
     vars(one).update(about["marks"])
-
-
-def _broadcast(one: torch.Tensor, source: int, group: Any) -> None:
-    sent = _sendable(one.detach().contiguous(), group)
-    dist.broadcast(sent.view(-1).view(torch.uint8), source, group=group)
-    if sent.data_ptr() != one.data_ptr():
-        one.detach().copy_(sent)
 
 
 def _topology(given: ProcessTopology | None, num_stages: int | None) -> ProcessTopology:

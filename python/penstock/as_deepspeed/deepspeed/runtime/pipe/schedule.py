@@ -25,22 +25,6 @@ class PipeInstruction:
         return hash((self.name, *sorted(self.kwargs.items())))
 
 
-class OptimizerStep(PipeInstruction):
-    """The optimizer step."""
-
-
-class ReduceGrads(PipeInstruction):
-    """The sum of gradients over data ranks."""
-
-
-class ReduceTiedGrads(PipeInstruction):
-    """The sum of gradients of tied layers over stages."""
-
-
-class CommitP2P(PipeInstruction):
-    """The end of a group of messages."""
-
-
 class BufferOpInstruction(PipeInstruction):
     """An action on one of the stage's buffers."""
 
@@ -48,32 +32,29 @@ class BufferOpInstruction(PipeInstruction):
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
-class LoadMicroBatch(BufferOpInstruction):
-    """The first stage loads inputs, the last one labels."""
+def _kind(name: str, base: type, does: str) -> type:
+    return type(name, (base,), {"__doc__": does, "__module__": __name__})
 
 
-class ForwardPass(BufferOpInstruction):
-    """The forward of a micro-batch."""
-
-
-class BackwardPass(BufferOpInstruction):
-    """The backward of a micro-batch."""
-
-
-class SendActivation(BufferOpInstruction):
-    """Sends outputs to the next stage."""
-
-
-class RecvActivation(BufferOpInstruction):
-    """Receives inputs from the previous stage."""
-
-
-class SendGrad(BufferOpInstruction):
-    """Sends gradients of the inputs to the previous stage."""
-
-
-class RecvGrad(BufferOpInstruction):
-    """Receives gradients of the outputs from the next stage."""
+OptimizerStep = _kind("OptimizerStep", PipeInstruction, "Updates the weights.")
+ReduceGrads = _kind("ReduceGrads", PipeInstruction, "Sums gradients over data ranks.")
+ReduceTiedGrads = _kind(
+    "ReduceTiedGrads", PipeInstruction, "Sums gradients of tied layers over stages."
+)
+CommitP2P = _kind("CommitP2P", PipeInstruction, "Ends a group of messages.")
+LoadMicroBatch = _kind(
+    "LoadMicroBatch", BufferOpInstruction, "Loads inputs (first stage) or labels (last stage)."
+)
+ForwardPass = _kind("ForwardPass", BufferOpInstruction, "Runs a micro-batch's forward.")
+BackwardPass = _kind("BackwardPass", BufferOpInstruction, "Runs a micro-batch's backward.")
+SendActivation = _kind("SendActivation", BufferOpInstruction, "Sends outputs to the next stage.")
+RecvActivation = _kind(
+    "RecvActivation", BufferOpInstruction, "Receives inputs from the previous stage."
+)
+SendGrad = _kind("SendGrad", BufferOpInstruction, "Sends inputs' gradients to the previous stage.")
+RecvGrad = _kind(
+    "RecvGrad", BufferOpInstruction, "Receives outputs' gradients from the next stage."
+)
 
 
 class PipeSchedule(abc.ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -137,6 +137,11 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
+def _field(name: str) -> Callable[[Any], Any]:
+    """Returns a method that returns an attribute."""
+    return lambda self: getattr(self, name)
+
+
 class PipelineParallelGrid:
     """This rank's coordinates in a topology, and its process groups. All ranks create it.
 
@@ -158,7 +163,8 @@ class PipelineParallelGrid:
         self.pipe_parallel_size = max(1, self._topo.get_dim("pipe"))
         self.data_parallel_size = max(1, self._topo.get_dim("data"))
         self.model_parallel_size = self.slice_parallel_size = max(1, self._topo.get_dim("model"))
-        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.stage_id, self.data_parallel_id = self._at("pipe"), self._at("data")
+        self._model_rank = self._at("model")
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.pp_group, self.pp_proc_group = self._group("pipe")
@@ -183,50 +189,27 @@ class PipelineParallelGrid:
     def _at(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
 
-    def get_stage_id(self) -> int:
-        return self._at("pipe")
-
-    def get_data_parallel_id(self) -> int:
-        return self._at("data")
-
     def topology(self) -> ProcessTopology:
         return self._topo
+
+    get_stage_id = _field("stage_id")
+    get_data_parallel_id = _field("data_parallel_id")
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """Returns the rank at a stage. Coordinates that are not given are this rank's."""
         place = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**place, **kwargs, "pipe": stage_id})
 
-    def get_global_rank(self) -> int:
-        return self.global_rank
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> Any:
-        return self.pp_proc_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> Any:
-        return self.dp_proc_group
-
-    def get_model_parallel_rank(self) -> int:
-        return self._at("model")
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.model_parallel_size
-
-    def get_model_parallel_group(self) -> Any:
-        return self.slice_proc_group
-
+    get_global_rank = _field("global_rank")
+    get_pipe_parallel_rank = _field("stage_id")
+    get_pipe_parallel_world_size = _field("pipe_parallel_size")
+    get_pipe_parallel_group = _field("pp_proc_group")
+    get_data_parallel_rank = _field("data_parallel_id")
+    get_data_parallel_world_size = _field("data_parallel_size")
+    get_data_parallel_group = _field("dp_proc_group")
+    get_model_parallel_rank = _field("_model_rank")
+    get_model_parallel_world_size = _field("model_parallel_size")
+    get_model_parallel_group = _field("slice_proc_group")
     get_slice_parallel_rank = get_model_parallel_rank
     get_slice_parallel_world_size = get_model_parallel_world_size
     get_slice_parallel_group = get_model_parallel_group

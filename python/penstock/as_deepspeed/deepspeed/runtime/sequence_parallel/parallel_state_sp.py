@@ -6,6 +6,7 @@ next.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -26,25 +27,13 @@ class SequenceGrid:
                 f"of ranks, {world}"
             )
         places = PipeModelDataParallelTopology(num_pp=1, num_mp=size, num_dp=world // size)
-        self._grid, self.world = PipelineParallelGrid(places), dist.group.WORLD
-
-    def get_sequence_parallel_group(self) -> Any:
-        return self._grid.get_model_parallel_group()
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self._grid.get_model_parallel_world_size()
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self._grid.get_model_parallel_rank()
-
-    def get_data_parallel_group(self) -> Any:
-        return self._grid.get_data_parallel_group()
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._grid.get_data_parallel_world_size()
-
-    def get_data_parallel_rank(self) -> int:
-        return self._grid.get_data_parallel_rank()
+        grid, self.world = PipelineParallelGrid(places), dist.group.WORLD
+        self.get_sequence_parallel_group = grid.get_model_parallel_group
+        self.get_sequence_parallel_world_size = grid.get_model_parallel_world_size
+        self.get_sequence_parallel_rank = grid.get_model_parallel_rank
+        self.get_data_parallel_group = grid.get_data_parallel_group
+        self.get_data_parallel_world_size = grid.get_data_parallel_world_size
+        self.get_data_parallel_rank = grid.get_data_parallel_rank
 
     def get_sequence_data_parallel_group(self) -> Any:
         """Returns the group of all ranks: state is sharded and gradients averaged over it."""
@@ -80,42 +69,19 @@ def _made() -> SequenceGrid:
     return _grid
 
 
-def get_sequence_parallel_group() -> Any:
-    return _made().get_sequence_parallel_group()
+def _asks(name: str) -> Callable[[], Any]:
+    return lambda: getattr(_made(), name)()
 
 
-def get_sequence_parallel_world_size() -> int:
-    return _made().get_sequence_parallel_world_size()
-
-
-def get_sequence_parallel_rank() -> int:
-    return _made().get_sequence_parallel_rank()
-
-
-def get_data_parallel_group() -> Any:
-    return _made().get_data_parallel_group()
-
-
-def get_data_parallel_world_size() -> int:
-    return _made().get_data_parallel_world_size()
-
-
-def get_data_parallel_rank() -> int:
-    return _made().get_data_parallel_rank()
-
-
-def get_sequence_data_parallel_group() -> Any:
-    return _made().get_sequence_data_parallel_group()
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    return _made().get_sequence_data_parallel_world_size()
-
-
-def get_sequence_data_parallel_rank() -> int:
-    return _made().get_sequence_data_parallel_rank()
-
-
+get_sequence_parallel_group = _asks("get_sequence_parallel_group")
+get_sequence_parallel_world_size = _asks("get_sequence_parallel_world_size")
+get_sequence_parallel_rank = _asks("get_sequence_parallel_rank")
+get_data_parallel_group = _asks("get_data_parallel_group")
+get_data_parallel_world_size = _asks("get_data_parallel_world_size")
+get_data_parallel_rank = _asks("get_data_parallel_rank")
+get_sequence_data_parallel_group = _asks("get_sequence_data_parallel_group")
+get_sequence_data_parallel_world_size = _asks("get_sequence_data_parallel_world_size")
+get_sequence_data_parallel_rank = _asks("get_sequence_data_parallel_rank")
 # As in DeepSpeed, for code that does not know sequence ranks.
 get_model_parallel_group = get_sequence_parallel_group
 get_model_parallel_world_size = get_sequence_parallel_world_size

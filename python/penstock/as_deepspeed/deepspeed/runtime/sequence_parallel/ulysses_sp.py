@@ -19,6 +19,7 @@ from penstock import ConfigError
 from penstock.parallel.sequence_parallel import length_dependent_rotary
 
 from ... import _missing_name
+from ...comm.comm import _of_ranks
 from ...sequence.layer import to_heads, to_tokens
 from ...utils.logging import logger
 from . import parallel_state_sp
@@ -356,9 +357,7 @@ class UlyssesSPDataLoaderAdapter:
     def refill(self) -> None:
         """Exchanges one batch of each rank. Raises StopIteration if no rank has one."""
         own = next(self.iter, None)
-        given: list[Any] = [None] * self.sp_world_size
-        checked = None if own is None else self._checked(own)
-        dist.all_gather_object(given, checked, group=self.sp_group)
+        given = _of_ranks(None if own is None else self._checked(own), self.sp_group)
         for error in given:
             if isinstance(error, str):
                 raise ConfigError(f"[deepspeed::UlyssesSPDataLoaderAdapter] {error}")

@@ -1,20 +1,8 @@
 """Types of the config section zero_optimization."""
 
-import enum
 from typing import Any
 
 from ... import _table
-
-
-class ZeroStageEnum(int, enum.Enum):
-    """The stages. Each one shards more: nothing, optimizer state, gradients, parameters."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
-
 
 # Deprecated key -> the key that replaced it, and the value that True stands for.
 _DEPRECATED: dict[str, tuple[str, Any]] = {
@@ -34,4 +22,4 @@ class DeepSpeedZeroConfig(_Made):  # type: ignore[misc]
             if getattr(self, old):
                 setattr(self, new, self._as(new, self._KEYS[new][0], value))
         if self.overlap_comm is None:
-            self.overlap_comm: bool | None = self.stage == ZeroStageEnum.weights
+            self.overlap_comm: bool | None = self.stage == 3

@@ -7,14 +7,7 @@ import torch
 _GIB = 2.0**30
 
 
-def live(model: torch.nn.Module, num_ranks: int) -> None:
-    """Prints the estimate for a model."""
-    sizes = {id(one): one.numel() for one in model.parameters()}
-    layers = [sum(one.numel() for one in m.parameters(recurse=False)) for m in model.modules()]
-    cold(sum(sizes.values()), max(layers, default=0), num_ranks)
-
-
-def cold(total: int, largest_layer: int, num_ranks: int) -> None:
+def _print(total: int, largest_layer: int, num_ranks: int) -> None:
     """Prints the estimate for numbers of parameters.
 
     The estimate counts, per parameter, 2 bytes for the weight, 2 for the gradient, and 12 for the
@@ -36,3 +29,39 @@ def cold(total: int, largest_layer: int, num_ranks: int) -> None:
     for device, host, name in rows:
         print(f"  {device / _GIB:7.2f}GB | {host / _GIB:7.2f}GB | {name}")
     print("`penstock plan` predicts the memory for a model and a config, including buffers.")
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: torch.nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Prints the memory that each strategy needs for a model; see `penstock plan`."""
+    sizes = {id(one): one.numel() for one in model.parameters()}
+    layers = [sum(one.numel() for one in m.parameters(recurse=False)) for m in model.modules()]
+    _print(sum(sizes.values()), max(layers, default=0), num_gpus_per_node * num_nodes)
+
+
+estimate_zero3_model_states_mem_needs_all_live = estimate_zero2_model_states_mem_needs_all_live
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """The same for a number of parameters."""
+    _print(total_params, total_params, num_gpus_per_node * num_nodes)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """The same for numbers of parameters."""
+    _print(total_params, largest_layer_params, num_gpus_per_node * num_nodes)

@@ -24,9 +24,6 @@ class _Coordinator:
     def _invalidate_trace(self) -> None:
         pass
 
-    def reset_step(self) -> None:
-        pass
-
 
 class DeepSpeedZeRoOffload:
     """An object without hooks: C++ gathers and releases parameters, also in generate()."""
@@ -37,12 +34,7 @@ class DeepSpeedZeRoOffload:
         self.backward_hooks: list[Any] = []
         self.param_coordinator = _Coordinator()
 
-    def get_param_coordinator(self, *_: Any, **__: Any) -> _Coordinator:
-        return self.param_coordinator
-
     def _register_deepspeed_module(
         self, module: torch.nn.Module, count: list[int] | None = None
     ) -> None:
         """Does nothing: there are no hooks to restore."""
-
-    setup_zero_stage3_hooks = empty_partition_cache = lambda self: None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import os
 import types
@@ -19,6 +18,7 @@ from penstock import ConfigError
 from penstock.front import sharded_init
 from penstock.front.engine import engine_of
 
+from ... import _table
 from ...accelerator.real_accelerator import get_accelerator, rank_device
 from ...comm import comm
 from ...comm.comm import get_world_size
@@ -34,22 +34,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: torch.dtype
     return fn
 
 
-class ZeroParamStatus(enum.Enum):
-    """Whether this rank has all values of a parameter."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-class ZeroParamType(enum.Enum):
-    """Whether a parameter is sharded."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
+ZeroParamStatus: Any = _table.attributes(__name__)("ZeroParamStatus")
 install()
 _ids = itertools.count()
 
@@ -65,8 +50,8 @@ def mark(param: torch.Tensor) -> None:
     made.ds_active_sub_modules = set()
     made.ds_process_group = None
     made.ds_tensor = None
-    for name in ("partition_numel", "all_gather", "partition", "ds_summary"):
-        setattr(made, name, types.MethodType(_METHODS[name], param))
+    for name, method in _METHODS.items():
+        setattr(made, name, types.MethodType(method, param))
 
 
 def _partition_numel(param: Any) -> int:
@@ -255,6 +240,10 @@ class Init:
             self._stack = None
 
 
+class MiCS_Init(Init):  # noqa: N801 - DeepSpeed's name
+    """The same as zero.Init (the config's mics_shard_size shards inside groups of ranks)."""
+
+
 class GatheredParameters:
     """Gathers parameters inside the context. All ranks must enter and leave it.
 
@@ -382,17 +371,14 @@ def _seen(param: torch.Tensor) -> tuple[int, int]:
 
 def _on_any_rank(flags: list[bool]) -> list[bool]:
     found = torch.tensor(flags, dtype=torch.int32)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = comm._sendable(found)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+    comm._reduce_values(found, dist.ReduceOp.MAX)
     return [bool(one) for one in found.tolist()]
 
 
 def _are_equal(values: torch.Tensor) -> bool:
     """Whether all ranks have the same values. All ranks must call it."""
     first = values.detach().clone()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        comm._broadcast_values(first, 0)
+    comm._broadcast_values(first, 0)
     return not _on_any_rank([not torch.equal(first, values)])[0]
 
 
@@ -421,10 +407,8 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
         yield
     finally:
         param.data = hollow
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
     if modifier_rank is not None:
-        if not alone:
-            comm._broadcast_values(values, modifier_rank)
+        comm._broadcast_values(values, modifier_rank)
         held.keep(hollow, values)
         return
     if not _on_any_rank([not torch.equal(shown, values)])[0]:
@@ -458,11 +442,3 @@ def is_zero_param(parameter: Any) -> bool:
 
 class InsertPostInitMethodToModuleSubClasses:
     """Base class of zero.Init in DeepSpeed, for isinstance() checks."""
-
-
-def shutdown_init_context() -> None:
-    """Does nothing: engines can be created inside zero.Init and outside."""
-
-
-def restore_init_context() -> None:
-    """Does nothing: see shutdown_init_context()."""

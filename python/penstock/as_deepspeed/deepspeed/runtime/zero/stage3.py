@@ -1,4 +1,4 @@
-"""The optimizer class and the memory estimates of ZeRO-3."""
+"""The optimizer class of ZeRO-3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from ...utils.z3_leaf_module import apply_zero_leaf_module_config, get_z3_leaf_modules
 from ..base_optimizer import ZeROOptimizer
-from .estimates import cold, live
 from .leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from .parameter_offload import DeepSpeedZeRoOffload
 from .partition_parameters import mark
@@ -31,24 +30,3 @@ def mark_model(model: torch.nn.Module, settings: Any) -> None:
         mark(param)
         if id(param) in leaves:
             param.ds_z3_leaf_module = leaves[id(param)]  # type: ignore[attr-defined]
-
-
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: torch.nn.Module,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Prints the memory that each strategy needs for a model; see `penstock plan`."""
-    live(model, num_gpus_per_node * num_nodes)
-
-
-def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """The same as ..._all_live, for numbers of parameters."""
-    cold(total_params, largest_layer_params, num_gpus_per_node * num_nodes)

@@ -1,1 +1,0 @@
-"""DeepSpeed's expert layers, which are not supported yet. A model's own experts train unchanged."""

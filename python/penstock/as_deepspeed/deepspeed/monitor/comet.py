@@ -1,3 +1,0 @@
-"""The Comet monitor."""
-
-from penstock.monitor.deepspeed import CometMonitor as CometMonitor

@@ -1,3 +1,0 @@
-"""The TensorBoard monitor."""
-
-from penstock.monitor.deepspeed import TensorBoardMonitor as TensorBoardMonitor

@@ -1,3 +1,0 @@
-"""The Weights & Biases monitor."""
-
-from penstock.monitor.deepspeed import WandbMonitor as WandbMonitor

@@ -1,3 +1,0 @@
-"""Adagrad."""
-
-from .cpu_adagrad import DeepSpeedCPUAdagrad as DeepSpeedCPUAdagrad

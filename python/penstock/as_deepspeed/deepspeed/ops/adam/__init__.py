@@ -1,4 +1,0 @@
-"""Adam."""
-
-from .cpu_adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
-from .fused_adam import FusedAdam as FusedAdam

@@ -1,3 +1,0 @@
-"""The base class of builders."""
-
-from . import OpBuilder as OpBuilder

@@ -1,1 +1,0 @@
-"""Loss scalers and optimizer classes of fp16."""

@@ -1,1 +1,0 @@
-"""DeepSpeed's sequence parallelism. (Penstock's own is mesh.sequence.)"""
