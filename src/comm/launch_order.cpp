@@ -2,21 +2,21 @@
 
 namespace penstock::comm {
 
-std::shared_ptr<LaunchOrder::Turn> LaunchOrder::next() {
-  const std::lock_guard lock(state_->mutex);
-  const int64_t number = state_->next++;
-  state_->open.insert(number);
-  return std::shared_ptr<Turn>(new Turn(state_, number));
+std::shared_ptr<LaunchTurn> LaunchOrder::next() {
+  const std::lock_guard lock(open_->mutex);
+  const int64_t number = open_->next++;
+  open_->numbers.insert(number);
+  return std::make_shared<LaunchTurn>(open_, number);
 }
 
-void LaunchOrder::Turn::wait() {
-  std::unique_lock lock(state_->mutex);
-  state_->changed.wait(lock, [this] { return *state_->open.begin() == number_; });
+void LaunchTurn::wait() {
+  std::unique_lock lock(open_->mutex);
+  open_->changed.wait(lock, [this] { return *open_->numbers.begin() == number_; });
 }
 
-void LaunchOrder::Turn::leave() {
-  const std::lock_guard lock(state_->mutex);
-  if (state_->open.erase(number_) > 0) state_->changed.notify_all();
+void LaunchTurn::leave() {
+  const std::lock_guard lock(open_->mutex);
+  if (open_->numbers.erase(number_) > 0) open_->changed.notify_all();
 }
 
 }  // namespace penstock::comm

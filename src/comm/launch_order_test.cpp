@@ -17,7 +17,7 @@ TEST(LaunchOrder, LanesLaunchInTheOrderOfTheTurns) {
   std::vector<int> launched;  // only the thread whose turn it is writes it
   for (int round = 0; round < 200; ++round) {
     launched.clear();
-    std::vector<std::shared_ptr<LaunchOrder::Turn>> turns;
+    std::vector<std::shared_ptr<LaunchTurn>> turns;
     for (int line = 0; line < 6; ++line) turns.push_back(order.next());
     const auto lane = [&](int first) {
       for (int line = first; line < 6; line += 2) {

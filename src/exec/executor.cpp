@@ -17,6 +17,16 @@ namespace {
 // takes at least this time (ns).
 constexpr int64_t kWorthAnEvent = 20'000;
 
+// Returns whether masters and moments rest in host memory and are never copied to the device. They
+// are not if the optimizer runs on the host and writes there what is published.
+bool state_stays_on_host(const Rank& rank) {
+  const Tier updates = rank.cell(Role::kOptim, Phase::kUpdate).tier;
+  if (!rank.on_accelerator() || updates == Tier::kDevice) return false;
+  return rank.publishes_chunks ||
+         route(rank.table.master(), rank.table.publish(), rank.mesh, rank.group.rank())
+             .joins_update();
+}
+
 }  // namespace
 
 Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tiers& tiers,
@@ -28,7 +38,8 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       values_(rank_, gradients_, updates_),
       activations_(rank_.cell(Role::kAct, Phase::kHold).tier, tiers.computes),
       lanes_(rank_.table, tiers.computes, group.size() > 1 && !group.device_groups()) {
-  if (rank_.state_stays_on_host()) tiers.keep_here(mem::Account::kOptim);
+  lanes_.connected = rank_.connected;
+  if (state_stays_on_host(rank_)) tiers.keep_here(mem::Account::kOptim);
   lanes_.record(tiers.recorder);
   rank_.channels.record(tiers.recorder);
   set_step(1);

@@ -155,10 +155,15 @@ void Gradients::run(const PlannedStep& planned, bool late) {
     }
   }
   walk->ready();
+  submit(walk, planned.label);
+}
+
+void Gradients::submit(const std::shared_ptr<Walk>& walk, const comm::Label& label) {
   walk_ = walk;
-  done_ = lanes_.reduce.submit([this, walk, label = planned.label, turn = rank_.take_turn(*walk)] {
-    walk->run(rank_.channels.reduce, label, 0, turn.get());
-  });
+  done_ = lanes_.reduce.submit(
+      [&to = rank_.channels.reduce, walk, label, turn = lanes_.take_turn(*walk)] {
+        walk->run(to, label, 0, turn.get());
+      });
 }
 
 void Gradients::sum(const PlannedStep& planned) {

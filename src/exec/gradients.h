@@ -89,6 +89,7 @@ class Gradients {
   Copy& sum_of(Flat& flat);
   void add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& label);
   void close(Flat& flat, Buffer& sum);
+  void submit(const std::shared_ptr<Walk>& walk, const comm::Label& label);
   void widen(Copy& sum);
   Placement begin_of(const std::vector<Move>& moves) const;
   Copy& zeros_at(const Placement& place, Flat& flat);

@@ -97,7 +97,7 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   for (size_t i = 0; i < units.size(); ++i) {
     arrive(rank_.units[units[i]], moves, std::move(arriving[i]));
   }
-  const auto turn = rank_.take_turn(*walk);
+  const auto turn = lanes_.take_turn(*walk);
   const device::Fence ready = lanes_.gather.submit([this, walk, updated, label, turn] {
     for (const device::Fence& update : updated) update.wait();
     walk->run(rank_.channels.gather, label, 0, turn.get());

@@ -64,12 +64,6 @@ Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memo
   }
 }
 
-bool Rank::state_stays_on_host() const {
-  if (!on_accelerator() || cell(Role::kOptim, Phase::kUpdate).tier == Tier::kDevice) return false;
-  return publishes_chunks ||
-         route(table.master(), table.publish(), mesh, group.rank()).joins_update();
-}
-
 Members Rank::owners_across(const Flat& flat) const {
   const Members& stages = groups.pipeline();
   if (flat.owners.empty()) return {{group.rank()}, 0};

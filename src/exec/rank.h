@@ -43,7 +43,15 @@ struct Lanes {
   // Must be called before the first work is submitted.
   void record(const std::shared_ptr<trace::Recorder>& recorder);
 
+  // Returns the turn of the next line of the plan. Returns null if the walk, which begins at pass
+  // `first`, launches no collectives on a device. The model's thread only.
+  std::shared_ptr<comm::LaunchTurn> take_turn(const Walk& walk, size_t first = 0) {
+    return connected && walk.meets_on_device(first) ? launches.next() : nullptr;
+  }
+
   device::Lane gather, reduce, update;
+  bool connected = false;  // whether ranks meet on a device
+  comm::LaunchOrder launches;
 };
 
 // Returns the number of slots over all stages.
@@ -93,19 +101,6 @@ struct Rank {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
-  // Returns the turn of the next line of the plan. Returns null if the walk, which begins at pass
-  // `first`, launches no collectives on a device. The model's thread only.
-  std::shared_ptr<comm::LaunchOrder::Turn> take_turn(const Walk& walk, size_t first = 0) {
-    if (!connected || !walk.meets_on_device(first)) return nullptr;
-    return launches.next();
-  }
-  // Returns whether this stage is the one that counts and saves a flat that several stages hold.
-  bool is_first_owner(const Flat& flat) const {
-    return flat.owners.empty() || flat.owners.front() == groups.pipeline().index;
-  }
-  // Returns whether masters and moments rest in host memory and are never copied to the device.
-  // They are not if the optimizer runs on the host and writes there what is published.
-  bool state_stays_on_host() const;
   // Returns the ranks with the same part of the flat, one on each stage that has it.
   Members owners_across(const Flat& flat) const;
   // Returns the ranks of this stage whose parameters of the flat have the same values.
@@ -142,7 +137,6 @@ struct Rank {
   mem::DiskTraffic traffic;
   std::vector<Doubt> doubts;  // read by the next norm
   Channels channels;
-  comm::LaunchOrder launches;
   bool connected = false;  // whether ranks meet on a device
 };
 

@@ -491,7 +491,7 @@ void Updates::publish(const PlannedStep& planned) {
     pack();
     const size_t first = joined ? 1 : 0;
     const device::Fence ready = lanes_.gather.submit(
-        [this, walk, updated, label = planned.label, first, turn = rank_.take_turn(*walk, first)] {
+        [this, walk, updated, label = planned.label, first, turn = lanes_.take_turn(*walk, first)] {
           for (const device::Fence& update : updated) update.wait();
           walk->run(rank_.channels.gather, label, first, turn.get());
         });

@@ -164,7 +164,7 @@ size_t Walk::last_on_device(size_t first) const {
 }
 
 void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first,
-               comm::LaunchOrder::Turn* turn) {
+               comm::LaunchTurn* turn) {
   if (!ready_) ready();
   for (const Travel& travel : travels_) {
     if (tiers_.disk) tiers_.disk->wait(travel.arriving);

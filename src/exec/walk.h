@@ -46,7 +46,7 @@ class Walk {
   // Runs the passes, beginning with pass `first`, on the calling thread. `channel` must belong to
   // that thread's lane. Leaves `turn`, if there is one, after the last collective on a device.
   void run(comm::Channel& channel, const comm::Label& label, size_t first = 0,
-           comm::LaunchOrder::Turn* turn = nullptr);
+           comm::LaunchTurn* turn = nullptr);
   void let_go() { leases_.clear(); }  // frees the memory of ready(); must follow run()
   const Route& route() const { return route_; }
   // Returns whether the last pass computes the sums of squares.

@@ -236,7 +236,7 @@ BESIDE_A_DEVICE = [
     Mutation(
         "masters on the host are pinned",
         "src/exec/executor.cpp",
-        "  if (rank_.state_stays_on_host()) tiers.keep_here(mem::Account::kOptim);\n",
+        "  if (state_stays_on_host(rank_)) tiers.keep_here(mem::Account::kOptim);\n",
         "",
         Pytest((HOST_MEMORY, "-k", "not_pinned"), ("_sim",)),
     ),
@@ -257,7 +257,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "a training forward runs on any stream",
         "src/engine/step/core_state.cpp",
-        "  if (grad_enabled) check_stream();\n",
+        "  if (grad_enabled && unit_events && stream && tiers.computes.current() != *stream)\n"
+        "    throw RuntimeFault(other_stream(tiers.computes));\n",
         "",
         Pytest((BORDER, "-k", "another_stream"), ("_sim",)),
     ),

@@ -18,6 +18,14 @@ namespace penstock {
 
 namespace {
 
+// Gradients arrive on the stream of initialize(), and a unit's memory is freed in its order.
+std::string other_stream(const device::Device& device) {
+  return concat("[engine::forward] a training forward runs on another stream of ",
+                device.where().str(),
+                " than the one that was current at initialize(). Make that stream current for the "
+                "training loop, or make this stream current before initialize()");
+}
+
 // A parameter that was frozen at initialize() cannot train later, because it has no master, moments
 // or gradient hook.
 void check_frozen(const std::vector<exec::UnitState>& units) {
@@ -110,15 +118,6 @@ bool expects_gradients(const tiles::TiledWeights& tiled,
 
 // ---- forward
 
-void Core::State::check_stream() const {
-  if (!unit_events || !stream || tiers.computes.current() == *stream) return;
-  throw RuntimeFault(
-      concat("[engine::forward] a training forward runs on another stream of ",
-             tiers.computes.where().str(),
-             " than the one that was current at initialize(). Make that stream current for the "
-             "training loop, or make this stream current before initialize()"));
-}
-
 void Core::State::forward_begin(bool grad_enabled) {
   check_open("forward");
   if (wholes->used() && driver->holds()) {
@@ -127,7 +126,8 @@ void Core::State::forward_begin(bool grad_enabled) {
         "there, but tensor and pipeline ranks compute with their parts. Leave the block before the "
         "forward");
   }
-  if (grad_enabled) check_stream();
+  if (grad_enabled && unit_events && stream && tiers.computes.current() != *stream)
+    throw RuntimeFault(other_stream(tiers.computes));
   if (engine::in_backward()) {  // the whole model is recomputed
     return backward_enter(0, engine::now(), engine::in_graph());
   }

@@ -74,9 +74,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   // RuntimeFault, after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why);
   void check_open(const char* call) const;  // throws RuntimeFault if closed
-  // Throws RuntimeFault if this thread's stream is not the one of initialize(). Gradients arrive on
-  // that stream, and a unit's memory is freed in its order.
-  void check_stream() const;
 
   Config config;
   std::shared_ptr<Group> group;
