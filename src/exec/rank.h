@@ -101,6 +101,10 @@ struct Rank {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
+  // Returns whether this stage is the one that counts and saves a flat that several stages hold.
+  bool is_first_owner(const Flat& flat) const {
+    return flat.owners.empty() || flat.owners.front() == groups.pipeline().index;
+  }
   // Returns the ranks with the same part of the flat, one on each stage that has it.
   Members owners_across(const Flat& flat) const;
   // Returns the ranks of this stage whose parameters of the flat have the same values.

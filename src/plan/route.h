@@ -42,7 +42,8 @@ struct Route {
   bool local() const;  // no peer takes part
   // Returns whether a pass writes into this rank's shard of the next pass's gather buffer.
   bool into_next(size_t pass) const;
-  // Returns whether a pass writes to the end of the route: all later passes work in place.
+  // Returns whether the output of a pass is the route's result, because all later passes work in
+  // place.
   bool ends_at(size_t pass) const;
   // For a publish: returns whether the optimizer can do the first pass of the route.
   bool joins_update() const;

@@ -86,7 +86,7 @@ bool TiledWeights::any_in(const TiledWeight& one, const std::vector<int>& units)
 
 namespace {
 
-// Copies all rows between the tiles and `whole`, in their compute dtype.
+// Copies all rows from the tiles to `whole`, or back, in the compute dtype.
 void copy_rows(const TiledWeight& one, device::Address whole, bool to_tiles) {
   for (const at::Tensor& tile : one.tiles) {
     const auto bytes = static_cast<int64_t>(tile.nbytes());

@@ -20,7 +20,7 @@ def is_ours(folder: pathlib.Path) -> bool:
 
 
 def is_newer(made: pathlib.Path, source: pathlib.Path) -> bool:
-    """Whether the folder is a checkpoint of Penstock, made after each file of `source`."""
+    """Returns whether the folder is a Penstock checkpoint, newer than each file of `source`."""
     if not is_ours(made):
         return False
     files = [one for one in source.rglob("*") if one.is_file()]

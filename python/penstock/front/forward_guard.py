@@ -371,8 +371,8 @@ class Forwards:
 
 
 class Uneven:
-    """The context of `Forwards.uneven`. A rank that leaves it joins the forwards of other ranks
-    until all ranks have left."""
+    """The context of `Forwards.uneven`. When a rank leaves the context, it joins the forwards
+    of the other ranks until all ranks have left."""
 
     def __init__(self, pace: Pace, core: Any) -> None:
         self._pace, self._core = pace, core

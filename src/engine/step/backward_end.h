@@ -22,7 +22,7 @@ struct Core::State::BackwardEnd {
   };
 
   // Must run before a call that changes the window. If model code raised in the last backward, that
-  // backward ends here. As in torch, it counts, and the gradients that it produced stay. If the
+  // backward ends here. As in torch, its gradients stay, and it counts as a backward. If the
   // engine raised, some sums are incomplete. Then this call drops the window if `drops` is set and
   // the window has no other backward. Otherwise it throws RuntimeFault until zero_grad() is called.
   void after_error(const char* call, bool drops);

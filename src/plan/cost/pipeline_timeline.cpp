@@ -188,7 +188,7 @@ class RankReplay {
     return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
   }
 
-  // Returns the seconds of a sum around a ring.
+  // Returns how many seconds a sum around a ring takes.
   double sum_seconds(int unit) {
     const double size = mesh_.size(Axis::kTensor);
     const double bytes = 2 * (size - 1) / size * work_[unit].summed_bytes;
