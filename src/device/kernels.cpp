@@ -205,20 +205,22 @@ void sum_on_device(const Sum& sum) {
   if (sum.numel == 0) return;
   const Unseen unseen;
   const at::Tensor target = view(sum.dst, sum.dst_dtype, sum.numel);
-  const bool in_place = sum.dst_dtype == Dtype::kFp32 && !sum.accumulate;
-  at::Tensor total =
-      in_place ? target : at::empty(target.sizes(), target.options().dtype(at::kFloat));
   const auto source = [&](size_t first, int64_t count) {  // in the memory of dst
     return view({const_cast<void*>(sum.sources[first]), sum.dst.device}, sum.dtype, count);
   };
   // What an all-to-all has brought is a matrix, and one pass adds its rows in fp32.
   const size_t rows = sum.sources.size();
   const auto* const first = static_cast<const char*>(sum.sources.front());
-  bool matrix = rows > 1;
-  for (size_t i = 1; i < rows; ++i) {
+  bool matrix = rows > 1, aside = true;
+  for (size_t i = 0; i < rows; ++i) {
     const int64_t before = static_cast<int64_t>(i) * sum.numel * dtype_bytes(sum.dtype);
     matrix = matrix && sum.sources[i] == first + before;
+    aside = aside && sum.sources[i] != sum.dst.data;
   }
+  // An all-reduce sums into one of its sources, which must not be written before it is added.
+  const bool in_place = aside && sum.dst_dtype == Dtype::kFp32 && !sum.accumulate;
+  at::Tensor total =
+      in_place ? target : at::empty(target.sizes(), target.options().dtype(at::kFloat));
   if (matrix) {
     const auto count = static_cast<int64_t>(rows);
     at::sum_out(total, source(0, count * sum.numel).view({count, sum.numel}), 0, false, at::kFloat);
