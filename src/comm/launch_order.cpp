@@ -11,7 +11,8 @@ std::shared_ptr<LaunchTurn> LaunchOrder::next() {
 
 void LaunchTurn::wait() {
   std::unique_lock lock(open_->mutex);
-  open_->changed.wait(lock, [this] { return *open_->numbers.begin() == number_; });
+  open_->changed.wait(
+      lock, [this] { return open_->numbers.empty() || *open_->numbers.begin() >= number_; });
 }
 
 void LaunchTurn::leave() {

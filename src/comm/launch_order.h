@@ -4,9 +4,10 @@
 // [Note: Launch order] Each lane has its own communicators, and a lane may have its own thread.
 // NCCL requires that all ranks launch the collectives of all communicators in one order. Otherwise
 // each device may wait for a collective that the other device starts only later. When the model's
-// thread submits a line with device collectives, it takes a turn for the line. All ranks submit the
-// same lines in the same order. A lane launches a line's collectives when all earlier turns were
-// left.
+// thread submits a line with device collectives, it takes a turn for the line. A lane launches a
+// line's collectives when all earlier turns were left. Ranks submit their lines in one order, with
+// one exception: if a parameter of a unit gets no gradient on one rank only, that rank submits the
+// unit's reduction, and the later ones, at the end of the backward.
 #include <condition_variable>
 #include <cstdint>
 #include <memory>

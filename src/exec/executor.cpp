@@ -22,6 +22,7 @@ constexpr int64_t kWorthAnEvent = 20'000;
 bool state_stays_on_host(const Rank& rank) {
   const Tier updates = rank.cell(Role::kOptim, Phase::kUpdate).tier;
   if (!rank.on_accelerator() || updates == Tier::kDevice) return false;
+  if (rank.cell(Role::kOptim, Phase::kRest).tier == Tier::kDevice) return false;
   return rank.publishes_chunks ||
          route(rank.table.master(), rank.table.publish(), rank.mesh, rank.group.rank())
              .joins_update();

@@ -250,7 +250,7 @@ BESIDE_A_DEVICE = [
     Mutation(
         "the host waits for each buffer of a recomputed unit",
         "python/penstock/front/recompute.py",
-        " or not buffer.is_cpu",
+        " or _is_kept(buffer)",
         "",
         Pytest((HOST_MEMORY, "-k", "wait_for_nothing"), ("_sim",)),
     ),

@@ -42,6 +42,8 @@ class DeviceGroups:
     group in the store."""
 
     def __init__(self, name: str, timeout: datetime.timedelta) -> None:
+        # Since NCCL 2.26 the order of launches on the host is also the order on the device.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self._name, self._timeout = name, timeout + _LATER
         self._engine, self._made = next(_engines), itertools.count()
 
@@ -50,7 +52,8 @@ class DeviceGroups:
         order."""
         ranks = "-".join(map(str, members)) if len(members) < 64 else str(hash(tuple(members)))
         prefix = f"penstock/{self._engine}/{next(self._made)}/{ranks}"
-        store = PrefixStore(prefix, distributed_c10d._get_default_store())
+        # A clone has a connection of its own: a rank that waits for its peers holds a lock on it.
+        store = PrefixStore(prefix, distributed_c10d._get_default_store().clone())
         own = members.index(dist.get_rank())
         return _make(self._name, store, own, members, self._timeout)
 

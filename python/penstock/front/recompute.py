@@ -19,6 +19,13 @@ from penstock.front import module_tree
 from penstock.front.forward_guard import Forward
 
 
+_SMALL_BYTES = 64 << 10
+
+
+def _is_kept(buffer: torch.Tensor) -> bool:
+    return not buffer.is_cpu and buffer.nbytes <= _SMALL_BYTES
+
+
 class _Buffers:
     """Copies of buffers that a forward changes (batch norm's statistics), made before that forward.
 
@@ -36,12 +43,12 @@ class _Buffers:
 
     def keep_changed(self) -> None:
         """Drops the unchanged buffers, after the forward. Compares values, because batch norm's
-        writes do not increase version counters. Copies on a device are kept without a comparison,
-        for which the host would have to wait."""
+        writes do not increase version counters. Small copies on a device are kept without a
+        comparison, for which the host would have to wait."""
         self._kept = [
             (place, name, buffer, before)
             for place, name, buffer, before in self._kept
-            if place.get(name) is not buffer or not buffer.is_cpu or not torch.equal(buffer, before)
+            if place.get(name) is not buffer or _is_kept(buffer) or not torch.equal(buffer, before)
         ]
 
     @contextlib.contextmanager

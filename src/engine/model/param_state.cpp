@@ -319,7 +319,9 @@ void Values::set_state(const std::string& param, const std::string& role,
   }
   problem = engine::first_problem(*state_->executor, "set state", problem);
   if (!problem.empty()) throw ConfigError(problem);
-  const at::Tensor full = values.to(at::kCPU, at::kFloat).contiguous();
+  // A copy: the user may change pinned memory while it is still sent to a device.
+  const at::Tensor full =
+      values.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
   const uint64_t hash = hash_text({static_cast<const char*>(full.const_data_ptr()), full.nbytes()});
   const std::vector<std::string> all = state_->executor->share(
       "set state values", {reinterpret_cast<const char*>(&hash), sizeof(hash)});
