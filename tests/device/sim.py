@@ -100,6 +100,11 @@ def set_pinning_fails(fails: bool) -> None:
     _sim.set_pinning_fails(fails)
 
 
+def set_issue_delay_us(high: int) -> None:
+    """Before a thread issues a collective, it sleeps for uniform(0, high) us."""
+    _sim.set_issue_delay_us(high)
+
+
 def set_pinned_offset(offset: int) -> None:
     """How many bytes after the beginning of a page new pinned memory begins."""
     _sim.set_pinned_offset(offset)

@@ -134,17 +134,19 @@ def test_a_device_that_waits_alone():
 
 
 def launches(offload, seed):
-    """Losses of some steps on streams that are late in another way on each rank."""
+    """Trains while each rank's threads issue collectives after delays of their own."""
     import sim  # noqa: PLC0415
 
     engine, step = start("zero3", 20, offload=offload)
     sim.set_seed(7 * seed + dist.get_rank())
     sim.set_delays_us(0, 400)
+    sim.set_issue_delay_us(3000 * dist.get_rank())
     try:
         for _ in range(4):
             step()
     finally:
         sim.set_delays_us(0, 50)
+        sim.set_issue_delay_us(0)
         with contextlib.suppress(Exception):  # after an error its weights are gone
             engine.close()
 

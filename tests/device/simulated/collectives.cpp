@@ -193,6 +193,15 @@ LaunchBook& launches() {
 }
 
 std::atomic<void (*)()> issue_hook{nullptr};
+std::atomic<int64_t> issue_delay_us{0};
+
+void sleep_before_issue() {
+  const int64_t high = issue_delay_us;
+  if (high == 0) return;
+  thread_local std::minstd_rand random{std::random_device()()};
+  std::uniform_int_distribution<int64_t> draw(0, high);
+  std::this_thread::sleep_for(std::chrono::microseconds(draw(random)));
+}
 
 // The part of the backend without the collectives: order, streams, lifetime. Only one thread uses
 // it at a time.
@@ -375,6 +384,7 @@ class StreamBackend : public c10d::Backend {
   WorkPointer launch(const Issue& issue, std::function<std::vector<WorkPointer>(Backend&)> begin) {
     const c10::Device device =
         issue.tensors.empty() ? sim_device(current_device()) : issue.tensors.front().device();
+    sleep_before_issue();
     if (void (*const hook)() = issue_hook) hook();
     const Identity identity = core_->connect(device.index());
     const c10::Stream issuing = current_stream(device.index());
@@ -588,6 +598,8 @@ class SimBackend final : public StreamBackend {
 }  // namespace
 
 void set_issue_hook(void (*hook)()) { issue_hook = hook; }
+
+void set_issue_delay_us(int64_t high) { issue_delay_us = high; }
 
 c10::intrusive_ptr<c10d::Backend> make_collectives(int rank, int size, MakeInner make) {
   return c10::make_intrusive<SimBackend>(rank, size, std::move(make));

@@ -61,6 +61,10 @@ PENSTOCK_SIM_API size_t pinned_bytes();
 // Calls `hook` on the issuing thread whenever a collective is issued. Null: no hook.
 PENSTOCK_SIM_API void set_issue_hook(void (*hook)());
 
+// Before a thread issues a collective, it sleeps for uniform(0, high) us. So threads of a process
+// issue in another order each time, unless they wait for each other.
+PENSTOCK_SIM_API void set_issue_delay_us(int64_t high);
+
 // While this is set, a copy between the device and host memory that is not pinned does not wait, if
 // it is asked not to. Machines whose devices can read all of the host's memory copy like that.
 PENSTOCK_SIM_API void set_pageable_copies_are_late(bool late);

@@ -54,6 +54,7 @@ PYBIND11_MODULE(_sim, module) {
   module.def("set_delays_us", &set_delays_us);
   module.def("set_memory_limit", &set_memory_limit);
   module.def("set_pinning_fails", &set_pinning_fails);
+  module.def("set_issue_delay_us", &set_issue_delay_us);
   module.def("set_pinned_offset", &set_pinned_offset);
   module.def("pinned_bytes", &pinned_bytes);
   module.def("set_pageable_copies_are_late", &set_pageable_copies_are_late);
