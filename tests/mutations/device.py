@@ -236,8 +236,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "masters on the host are pinned",
         "src/exec/executor.cpp",
-        "  if (state_stays_on_host(rank_)) tiers.keep_here(mem::Account::kOptim);\n",
-        "",
+        "  if (state_stays_on_host(rank_)) tiers",
+        "  if (state_stays_on_host(rank_) && rank_.units.empty()) tiers",
         Pytest((HOST_MEMORY, "-k", "not_pinned"), ("_sim",)),
     ),
     Mutation(
@@ -257,9 +257,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "a training forward runs on any stream",
         "src/engine/step/core_state.cpp",
-        "  if (grad_enabled && unit_events && stream && tiers.computes.current() != *stream)\n"
-        "    throw RuntimeFault(other_stream(tiers.computes));\n",
-        "",
+        "stream && tiers.computes.current() != *stream)",
+        "stream && closed)",
         Pytest((BORDER, "-k", "another_stream"), ("_sim",)),
     ),
 ]

@@ -53,7 +53,8 @@ class DeviceGroups:
         ranks = "-".join(map(str, members)) if len(members) < 64 else str(hash(tuple(members)))
         prefix = f"penstock/{self._engine}/{next(self._made)}/{ranks}"
         # A clone has a connection of its own: a rank that waits for its peers holds a lock on it.
-        store = PrefixStore(prefix, distributed_c10d._get_default_store().clone())
+        default: typing.Any = distributed_c10d._get_default_store()
+        store = PrefixStore(prefix, default.clone())
         own = members.index(dist.get_rank())
         return _make(self._name, store, own, members, self._timeout)
 

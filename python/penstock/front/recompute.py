@@ -18,7 +18,6 @@ from penstock._native import RuntimeFault
 from penstock.front import module_tree
 from penstock.front.forward_guard import Forward
 
-
 _SMALL_BYTES = 64 << 10
 
 
