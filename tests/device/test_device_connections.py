@@ -28,7 +28,8 @@ def start(strategy="zero3", timeout_s=60, **config):
     on_device.schedule(0)
     place = on_device.device()
     case = Case(strategy)
-    config = case.config() | {"comm": {"timeout_s": timeout_s}} | config
+    apart = {"prefetch_bytes": 0, "comm": {"timeout_s": timeout_s, "bucket_bytes": 0}}
+    config = case.config() | apart | config
     engine = penstock.initialize(training.moved(models.Gpt(), place), config)
     batch = models.batches("gpt", 1, case.samples)[0]
 
