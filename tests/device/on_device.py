@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
+import models
 import sim
 import torch
 import torch.distributed as dist
@@ -37,6 +39,24 @@ def schedule(seed: int) -> None:
         sim.set_seed(seed)
         sim.set_delays_us(0, 50)
     torch.accelerator.set_device_index(torch.device(place).index)
+
+
+def start(strategy: str, **config: Any) -> tuple[Any, Callable[[], None]]:
+    """An engine of the GPT on this rank's device, and a call that makes a step of it."""
+    import penstock  # noqa: PLC0415 - the parent does without
+
+    torch.manual_seed(0)
+    schedule(0)
+    place = device()
+    case = Case(strategy)
+    engine = penstock.initialize(training.moved(models.Gpt(), place), case.config() | config)
+    batch = models.batches("gpt", 1, case.samples)[0]
+
+    def step() -> None:
+        training.backwards(engine, batch, 1, device=place)
+        engine.step()
+
+    return engine, step
 
 
 def train(case: Case, seed: int, folder: str, **overrides: Any) -> tuple[Run, str]:

@@ -21,23 +21,9 @@ HOST = {"optimizer": "host", "params": "host"}
 
 
 def start(strategy="zero3", timeout_s=60, **config):
-    """An engine and a call that makes a step of it."""
-    import penstock  # noqa: PLC0415 - the parent does without
-
-    torch.manual_seed(0)
-    on_device.schedule(0)
-    place = on_device.device()
-    case = Case(strategy)
+    """An engine with one exchange per unit, and a call that makes a step of it."""
     apart = {"prefetch_bytes": 0, "comm": {"timeout_s": timeout_s, "bucket_bytes": 0}}
-    config = case.config() | apart | config
-    engine = penstock.initialize(training.moved(models.Gpt(), place), config)
-    batch = models.batches("gpt", 1, case.samples)[0]
-
-    def step():
-        training.backwards(engine, batch, 1, device=place)
-        engine.step()
-
-    return engine, step
+    return on_device.start(strategy, **(apart | config))
 
 
 def fail_to_connect(how):

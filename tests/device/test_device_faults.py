@@ -6,16 +6,12 @@ import contextlib
 import os
 
 import faults
-import models
 import on_device
 import pytest
 import sim
-import torch
 import torch.distributed as dist
-import training
 from faults import EVERY, FAULTS
 from ranks import Pool
-from training import Case
 
 OFFLOAD = {
     "": {},
@@ -51,22 +47,8 @@ def test_fault(name, strategy, offload, device_pools):
 
 
 def start(strategy, offload):
-    """An engine with a timeout that nobody waits for, and a step of it."""
-    import penstock  # noqa: PLC0415
-
-    torch.manual_seed(0)
-    on_device.schedule(0)
-    place = on_device.device()
-    case = Case(strategy)
-    config = case.config() | {"comm": {"timeout_s": 300}, "offload": offload}
-    engine = penstock.initialize(training.moved(models.Gpt(), place), config)
-    batch = models.batches("gpt", 1, case.samples)[0]
-
-    def step():
-        training.backwards(engine, batch, 1, device=place)
-        engine.step()
-
-    return engine, step
+    """An engine with a timeout that nobody waits for, and a call that makes a step of it."""
+    return on_device.start(strategy, comm={"timeout_s": 300}, offload=offload)
 
 
 def raise_on_one(where, strategy, offload):
