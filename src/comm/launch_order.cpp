@@ -1,6 +1,24 @@
 #include "src/comm/launch_order.h"
 
+#include <map>
+
 namespace penstock::comm {
+
+namespace {
+
+std::shared_ptr<OpenTurns> turns_of(c10::DeviceIndex device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, std::weak_ptr<OpenTurns>> of_device;
+  const std::lock_guard lock(mutex);
+  std::weak_ptr<OpenTurns>& known = of_device[device];
+  std::shared_ptr<OpenTurns> turns = known.lock();
+  if (turns == nullptr) known = turns = std::make_shared<OpenTurns>();
+  return turns;
+}
+
+}  // namespace
+
+LaunchOrder::LaunchOrder(c10::Device device) : open_(turns_of(device.index())) {}
 
 std::shared_ptr<LaunchTurn> LaunchOrder::next() {
   const std::lock_guard lock(open_->mutex);

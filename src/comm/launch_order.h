@@ -1,13 +1,16 @@
 #pragma once
-// LaunchOrder: makes the lanes of a rank launch their device collectives in the order of the plan.
+// LaunchOrder: makes the lanes of a device launch their collectives in the order of the plans.
 //
 // [Note: Launch order] Each lane has its own communicators, and a lane may have its own thread.
 // NCCL requires that all ranks launch the collectives of all communicators in one order. Otherwise
 // each device may wait for a collective that the other device starts only later. When the model's
 // thread submits a line with device collectives, it takes a turn for the line. A lane launches a
-// line's collectives when all earlier turns were left. Ranks submit their lines in one order, with
-// one exception: if a parameter of a unit gets no gradient on one rank only, that rank submits the
-// unit's reduction, and the later ones, at the end of the backward.
+// line's collectives when all earlier turns were left. All engines that a process has on a device
+// share its turns. Ranks submit their lines in one order, with one exception: if a unit runs
+// several times in a forward, and one of its parameters gets no gradient on one rank only, that
+// rank submits the unit's reduction, and the later ones, at the end of the backward.
+#include <c10/core/Device.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -44,10 +47,11 @@ class LaunchTurn {
 
 class LaunchOrder {
  public:
+  explicit LaunchOrder(c10::Device device);
   std::shared_ptr<LaunchTurn> next();  // any thread
 
  private:
-  const std::shared_ptr<OpenTurns> open_ = std::make_shared<OpenTurns>();
+  const std::shared_ptr<OpenTurns> open_;  // of the device
 };
 
 }  // namespace penstock::comm

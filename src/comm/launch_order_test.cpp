@@ -13,7 +13,7 @@ namespace {
 using namespace std::chrono_literals;
 
 TEST(LaunchOrder, LanesLaunchInTheOrderOfTheTurns) {
-  LaunchOrder order;
+  LaunchOrder order(c10::Device(c10::kCPU));
   std::vector<int> launched;  // only the thread whose turn it is writes it
   for (int round = 0; round < 200; ++round) {
     launched.clear();
@@ -34,7 +34,7 @@ TEST(LaunchOrder, LanesLaunchInTheOrderOfTheTurns) {
 }
 
 TEST(LaunchOrder, ALineThatNeverRunsBlocksNobody) {
-  LaunchOrder order;
+  LaunchOrder order(c10::Device(c10::kCPU));
   auto dropped = order.next();
   const auto later = order.next();
   std::atomic<bool> launched = false;
@@ -50,6 +50,24 @@ TEST(LaunchOrder, ALineThatNeverRunsBlocksNobody) {
   later->leave();
   later->leave();  // a second time does nothing
   order.next()->wait();
+}
+
+TEST(LaunchOrder, EnginesOnADeviceShareItsTurns) {
+  const c10::Device device(c10::kCUDA, 1);
+  LaunchOrder one(device), other(device), elsewhere(c10::Device(c10::kCUDA, 0));
+  const auto first = one.next();
+  const auto second = other.next();
+  elsewhere.next()->wait();
+  std::atomic<bool> launched = false;
+  std::thread lane([&] {
+    second->wait();
+    launched = true;
+  });
+  std::this_thread::sleep_for(20ms);
+  EXPECT_FALSE(launched);
+  first->leave();
+  lane.join();
+  EXPECT_TRUE(launched);
 }
 
 }  // namespace

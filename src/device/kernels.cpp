@@ -2,14 +2,21 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mean.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
+#include <c10/core/Event.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <map>
+#include <optional>
 
 #include "src/base/text.h"
 #include "src/device/device.h"
@@ -18,6 +25,8 @@
 namespace penstock::device {
 
 namespace {
+
+constexpr int64_t kBounceBytes = 8 << 20;
 
 bool on_host(Address one, Address other) {
   return one.device == nullptr && other.device == nullptr;
@@ -49,8 +58,50 @@ at::Tensor sent(const at::Tensor& values, const Device& device) {
   return there;
 }
 
-void take_across(const at::Tensor& to, const at::Tensor& from, Address target, Address source,
+// Returns host memory to which the device copies while the host goes on. If none can be pinned,
+// copies to it block.
+at::Tensor bounce_buffer(int64_t numel, at::ScalarType type) {
+  try {
+    return at::empty({numel}, at::TensorOptions(type).pinned_memory(true));
+  } catch (const c10::Error&) {
+    return at::empty({numel}, type);
+  }
+}
+
+// Adds values of a device to host memory. Two buffers take turns: while the host adds the values of
+// one, the device fills the other.
+void add_to_host(Address to, Dtype to_dtype, const at::Tensor& from, Dtype from_dtype,
+                 const Device& device) {
+  struct Bounce {
+    at::Tensor buffer;
+    std::optional<c10::Event> arrived{};
+  };
+  const int64_t numel = from.numel();
+  const int64_t piece = std::min(numel, kBounceBytes / dtype_bytes(from_dtype));
+  std::array<Bounce, 2> bounces;
+  for (Bounce& one : bounces) one.buffer = bounce_buffer(piece, from.scalar_type());
+  const auto send = [&](int64_t begin, Bounce& bounce) {
+    const int64_t count = std::min(piece, numel - begin);
+    if (count <= 0) return;
+    copy_across(bounce.buffer.narrow(0, 0, count), from.narrow(0, begin, count));
+    bounce.arrived.emplace(device.where().type()).record(device.current());
+  };
+  send(0, bounces[0]);
+  for (int64_t begin = 0, turn = 0; begin < numel; begin += piece, ++turn) {
+    Bounce& here = bounces[static_cast<size_t>(turn % 2)];
+    send(begin + piece, bounces[static_cast<size_t>((turn + 1) % 2)]);
+    here.arrived->synchronize();
+    host::take((to + begin * dtype_bytes(to_dtype)).data, to_dtype, here.buffer.const_data_ptr(),
+               from_dtype, std::min(piece, numel - begin), true);
+  }
+}
+
+void take_across(Address target, Dtype to_dtype, Address source, Dtype from_dtype, int64_t numel,
                  bool accumulate) {
+  const at::Tensor from = view(source, from_dtype, numel);
+  if (target.device == nullptr && accumulate)
+    return add_to_host(target, to_dtype, from, from_dtype, *source.device);
+  const at::Tensor to = view(target, to_dtype, numel);
   if (source.device == nullptr) {  // host to device
     if (!accumulate && to.scalar_type() == from.scalar_type()) {
       copy_across(to, from);
@@ -61,13 +112,7 @@ void take_across(const at::Tensor& to, const at::Tensor& from, Address target, A
     }
     return;
   }
-  const at::Tensor cast =
-      from.to(to.scalar_type());  // casts on the device, so that the host only receives
-  if (!accumulate) {
-    copy_across(to, cast);
-    return;
-  }
-  to.add_(from.cpu());
+  copy_across(to, from.to(to.scalar_type()));  // casts on the device: the host only receives
 }
 
 }  // namespace
@@ -105,10 +150,10 @@ void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t nu
   }
   if (numel == 0) return;
   const Unseen unseen;
-  const at::Tensor target = view(to, to_dtype, numel), source = view(from, from_dtype, numel);
   if (to.device == nullptr || from.device == nullptr) {
-    return take_across(target, source, to, from, accumulate);
+    return take_across(to, to_dtype, from, from_dtype, numel, accumulate);
   }
+  const at::Tensor target = view(to, to_dtype, numel), source = view(from, from_dtype, numel);
   if (accumulate) {
     target.add_(source);
   } else {
@@ -151,11 +196,9 @@ void scale(Address values, int64_t numel, float factor) {
   view(values, Dtype::kFp32, numel).mul_(factor);
 }
 
-at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel) {
+at::Tensor norm_on_device(Address values, Dtype dtype, int64_t numel) {
   const Unseen unseen;
-  return at::linalg_vector_norm(view(values, dtype, numel), 2, std::nullopt, false, at::kFloat)
-      .to(at::kDouble)
-      .square_();
+  return at::linalg_vector_norm(view(values, dtype, numel), 2, std::nullopt, false, at::kFloat);
 }
 
 at::Tensor exact_squares_on_device(Address values, Dtype dtype, int64_t numel) {
@@ -167,12 +210,12 @@ at::Tensor exact_squares_on_device(Address values, Dtype dtype, int64_t numel) {
 at::Tensor edited_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
                             int64_t numel) {
   const Unseen unseen;
-  return changed(view(kept, kept_dtype, numel), view(values, dtype, numel)).any().to(at::kDouble);
+  return changed(view(kept, kept_dtype, numel), view(values, dtype, numel)).any();
 }
 
 at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel) {
   const Unseen unseen;
-  return view(values, dtype, numel).sum(at::kFloat).to(at::kDouble);
+  return view(values, dtype, numel).sum(at::kFloat);
 }
 
 at::Tensor fingerprint(Address values, int64_t bytes) {
@@ -192,13 +235,26 @@ at::Tensor differ(const at::Tensor& one, const at::Tensor& other) {
   return one.ne(other).sum(at::kDouble);
 }
 
-// All scalars share one transfer, since every transfer waits for the stream.
+// All scalars share one transfer, since every transfer waits for the stream. Scalars of one dtype
+// are converted together.
 std::vector<double> read(const std::vector<at::Tensor>& scalars) {
   if (scalars.empty()) return {};
   const Unseen unseen;
-  const at::Tensor all = at::stack(scalars).cpu();
-  const auto* values = all.const_data_ptr<double>();
-  return {values, values + all.numel()};
+  std::map<at::ScalarType, std::vector<size_t>> alike;  // indices of scalars
+  for (size_t i = 0; i < scalars.size(); ++i) alike[scalars[i].scalar_type()].push_back(i);
+  std::vector<at::Tensor> wide;
+  for (const auto& [dtype, indices] : alike) {
+    std::vector<at::Tensor> own;
+    for (const size_t i : indices) own.push_back(scalars[i]);
+    wide.push_back(at::stack(own).to(at::kDouble));
+  }
+  const at::Tensor all = (wide.size() == 1 ? wide.front() : at::cat(wide)).cpu();
+  const auto* next = all.const_data_ptr<double>();
+  std::vector<double> values(scalars.size());
+  for (const auto& [dtype, indices] : alike) {
+    for (const size_t i : indices) values[i] = *next++;
+  }
+  return values;
 }
 
 void sum_on_device(const Sum& sum) {
@@ -216,6 +272,19 @@ void sum_on_device(const Sum& sum) {
     const int64_t before = static_cast<int64_t>(i) * sum.numel * dtype_bytes(sum.dtype);
     matrix = matrix && sum.sources[i] == first + before;
     aside = aside && sum.sources[i] != sum.dst.data;
+  }
+  // Where dividing by the number of rows is exact, one pass also scales and rounds.
+  const bool exact = (rows & (rows - 1)) == 0 && sum.scale * static_cast<float>(rows) == 1.0F;
+  // The sum itself may overflow fp16. A sum of wider values must not be rounded before it is
+  // scaled.
+  const bool rounds_once =
+      sum.dst_dtype == Dtype::kFp32 || (sum.dst_dtype == sum.dtype && sum.dtype == Dtype::kBf16);
+  if (matrix && aside && exact && rounds_once && !sum.accumulate) {
+    const auto count = static_cast<int64_t>(rows);
+    at::Tensor mean = target;
+    at::mean_out(mean, source(0, count * sum.numel).view({count, sum.numel}), 0, false,
+                 target.scalar_type());
+    return;
   }
   // An all-reduce sums into one of its sources, which must not be written before it is added.
   const bool in_place = aside && sum.dst_dtype == Dtype::kFp32 && !sum.accumulate;

@@ -39,13 +39,12 @@ void scale(Address values, int64_t numel, float factor);  // fp32
 // values to that dtype in memory: 8 bytes per value for a sum in double. Only bf16 and fp16 are
 // summed in fp32 without a copy. So no reduction here asks for another dtype.
 
-// Returns the sum of squares of values on a device, as a scalar on that device in double. The
-// values are summed in fp32, so squares that overflow fp32 give infinity; exact_squares_on_device()
-// sums in double, with 8 more bytes of device memory per value.
-at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel);
+// Returns the square root of the sum of squares of values on a device, as a scalar on that device
+// in fp32. Squares that overflow fp32 give infinity. exact_squares_on_device() returns the sum of
+// squares in double and takes 8 more bytes of device memory per value.
+at::Tensor norm_on_device(Address values, Dtype dtype, int64_t numel);
 at::Tensor exact_squares_on_device(Address values, Dtype dtype, int64_t numel);
-// Returns whether any value differs from the rounded value of `kept`, as a scalar on the device: 1
-// or 0, in double.
+// Returns whether any value differs from the rounded value of `kept`, as a bool on the device.
 at::Tensor edited_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
                             int64_t numel);
 // Returns two int64 numbers on the device that change if the bytes change. Only an edit that keeps
@@ -53,11 +52,12 @@ at::Tensor edited_on_device(Address kept, Dtype kept_dtype, Address values, Dtyp
 at::Tensor fingerprint(Address values, int64_t bytes);
 // Returns how many numbers differ between two fingerprints, as a scalar in double.
 at::Tensor differ(const at::Tensor& one, const at::Tensor& other);
-// Returns the sum in fp32. It is not finite if a value is not finite or if the sum overflows.
+// Returns the sum, a scalar in fp32. It is not finite if a value is not finite or if the sum
+// overflows.
 at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel);
 void sum_on_device(const Sum& sum);
-// Reads scalars in double from one device; the list may be empty. The host waits once for all
-// scalars.
+// Reads scalars of any dtype from one device, as doubles; the list may be empty. The host waits
+// once for all scalars.
 std::vector<double> read(const std::vector<at::Tensor>& scalars);
 
 }  // namespace penstock::device

@@ -54,7 +54,7 @@ TEST(DeviceKernels, ReductionsMakeNoWiderCopyOfTheValues) {
     const Address at = on_device(values);
     // CUDA sums bf16 in fp32 without a copy, but the CPU makes an fp32 copy.
     const int64_t widened = dtype == Dtype::kFp32 ? 0 : kNumel * 4;
-    EXPECT_LE(allocated([&] { squares_on_device(at, dtype, kNumel); }), widened + (1 << 10));
+    EXPECT_LE(allocated([&] { norm_on_device(at, dtype, kNumel); }), widened + (1 << 10));
     EXPECT_LE(allocated([&] { sum_on_device(at, dtype, kNumel); }), widened + (1 << 10));
     EXPECT_LE(allocated([&] { fingerprint(at, kNumel * dtype_bytes(dtype)); }),
               kNumel * dtype_bytes(dtype) / 8);
@@ -68,7 +68,7 @@ TEST(DeviceKernels, ReductionsMakeNoWiderCopyOfTheValues) {
 TEST(DeviceKernels, SquaresThatOverflowFp32AreFiniteInDouble) {
   const at::Tensor values = at::full({kNumel}, 1e20F);
   const Address at = on_device(values);
-  EXPECT_TRUE(std::isinf(read({squares_on_device(at, Dtype::kFp32, kNumel)}).front()));
+  EXPECT_TRUE(std::isinf(read({norm_on_device(at, Dtype::kFp32, kNumel)}).front()));
   const double exact = read({exact_squares_on_device(at, Dtype::kFp32, kNumel)}).front();
   EXPECT_NEAR(exact / (1e40 * kNumel), 1.0, 1e-6);
 }

@@ -162,7 +162,7 @@ void Flat::free() {
   grads.clear();
   chunks.clear();
   gradient32.reset();
-  squares_there.reset();
+  norm_there.reset();
   sum_there.reset();
 }
 

@@ -57,6 +57,13 @@ struct Slot {
   std::string guard;     // error text for a read while the parameter is freed
 };
 
+// A gradient that is not in its flat yet. `adds`: the flat has earlier gradients of the parameter.
+struct Unpacked {
+  const Slot* slot = nullptr;
+  at::Tensor gradient;
+  bool adds = false;
+};
+
 // A range of a flat's elements, with its optimizer state. This rank updates the range. A flat has
 // one range, or has several ranges that the plan streams from disk one after another.
 struct ChunkState {
@@ -109,7 +116,7 @@ class Flat {
   // Invalidates the sum of squares after the gradient changed.
   void uncount() {
     squares = kUncounted;
-    squares_there.reset();
+    norm_there.reset();
   }
 
   void free();  // frees all buffers; no parameter may have a window into them
@@ -132,9 +139,11 @@ class Flat {
   int summed = 1;            // number of ranks whose gradients a `sum` line added up for the next
                              // update
   int64_t summed_since = 0;  // number of the backward that opened the sum
-  double squares = kUncounted;     // sum of squares of this rank's part of the held gradient
-  at::Tensor squares_there;        // the same as a scalar on the device
-  at::Tensor sum_there;            // device scalar: sum of this rank's contributions
+  double squares = kUncounted;  // sum of squares of this rank's part of the held gradient
+  at::Tensor norm_there;        // the square root of that sum, as a scalar on the device
+  at::Tensor sum_there;         // device scalar: sum of this rank's contributions
+  // Gradients on a device that Gradients::pack() copies together.
+  std::vector<Unpacked> unpacked;
   at::Tensor left;                 // fingerprint of the resting parameters after the last update
   bool edited = true;              // users may have written to the parameters since that update
   mem::Lease gradient32;           // scaled fp32 gradient for a user's optimizer

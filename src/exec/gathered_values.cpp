@@ -429,7 +429,7 @@ void GatheredValues::doubt(const Flat& flat, Buffer& own, device::Address seen) 
                                                     seen, flat.dtype, own.numel);
   for (Doubt& known : rank_.doubts) {
     if (known.flat != &flat) continue;
-    known.edits = known.edits.add(edits);
+    known.edits = known.edits.logical_or(edits);
     return;
   }
   rank_.doubts.push_back({&flat, edits});

@@ -1,9 +1,12 @@
 #include "src/exec/gradients.h"
 
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -14,6 +17,13 @@
 #include "src/device/kernels.h"
 
 namespace penstock::exec {
+
+namespace {
+
+// Gradients with at least so many elements are copied to their flat alone.
+constexpr int64_t kAlone = int64_t{1} << 20;
+
+}  // namespace
 
 void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
             int64_t numel, const comm::Label& label) {
@@ -63,6 +73,27 @@ Copy& Gradients::zeros_at(const Placement& place, Flat& flat) {
   return copy;
 }
 
+// Large gradients are copied at once, which frees their memory. The others of a unit are copied by
+// one call.
+void Gradients::pack(Flat& flat) {
+  if (flat.unpacked.empty()) return;
+  const device::Unseen unseen;
+  const Buffer& sum = sum_of(flat).one();
+  std::array<std::vector<at::Tensor>, 2> into, from;  // by Unpacked::adds
+  for (const auto& [slot, gradient, adds] : std::exchange(flat.unpacked, {})) {
+    into[adds ? 1 : 0].push_back(device::view(sum.at(slot->offset), sum.dtype, slot->numel));
+    from[adds ? 1 : 0].push_back(gradient.reshape({-1}));
+  }
+  if (!into[0].empty()) at::_foreach_copy_(into[0], from[0]);
+  if (!into[1].empty()) at::_foreach_add_(into[1], from[1]);
+}
+
+void Gradients::pack() {
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) pack(flat);
+  }
+}
+
 bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor& gradient) {
   UnitState& state = rank_.units[unit];
   Flat& flat = state.flats[flat_index];
@@ -82,6 +113,14 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   state.grads.make(rank_.table.grad_after_backward());
   const at::Tensor dense = gradient.contiguous();
   const Dtype from = dtype_of(dense.scalar_type());
+  if (sum.data().device != nullptr && slot.numel < kAlone) {
+    const bool again = std::any_of(flat.unpacked.begin(), flat.unpacked.end(),
+                                   [&](const Unpacked& one) { return one.slot == &slot; });
+    if (again) pack(flat);
+    flat.unpacked.push_back({&slot, dense, slot.written});
+    slot.written = slot.touched = slot.had = true;
+    return true;
+  }
   const bool finite = device::take_checked(sum.at(slot.offset), sum.dtype,
                                            device::address_of(dense, &rank_.tiers.computes), from,
                                            slot.numel, slot.written);
@@ -113,6 +152,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
     unit.grads.move(moves, from);
     for (Flat& flat : unit.flats) {
       if (!flat.trainable) continue;
+      pack(flat);
       flat.grads.reserve(flat.grads.size() + 3);  // so that pointers into the vector stay valid
       Copy* source = from == made ? &sum_of(flat) : find(flat.grads, from);
       // If this rank has no contribution, it takes part in the sum with zeros.
@@ -148,7 +188,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       const device::Address data = start.memory ? start.data() : sum->one().data();
       flat.uncount();
       walk->add({data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
-                 start.moving, &flat.squares, &flat.squares_there});
+                 start.moving, &flat.squares, &flat.norm_there});
       moved_.push_back({&flat, to, std::move(source->one().memory), start.moving});
       source->valid = false;
       std::erase_if(flat.grads, [](const Copy& c) { return !c.valid && !c.one().on_disk(); });
@@ -176,6 +216,7 @@ void Gradients::sum(const PlannedStep& planned) {
     for (Flat& flat : unit.flats) {
       const bool sums = across ? flat.owners.size() > 1 : flat.tensor == TensorCut::kPartial;
       if (!flat.trainable || !sums) continue;
+      pack(flat);
       flat.grads.reserve(flat.grads.size() + 1);
       // A copy on disk already has the sum of earlier backwards, and the sum of this backward is
       // added to it later.
@@ -248,7 +289,7 @@ void Gradients::finish() {
 // Writes a gradient to disk. The sum of squares is computed first, while the gradient is in memory.
 void Gradients::put_back(Flat& flat, Copy& copy) {
   if (!copy.one().on_disk()) return;
-  if (!flat.squares_there.defined()) flat.squares = own_squares(flat, &copy, nullptr);
+  if (!flat.norm_there.defined()) flat.squares = own_squares(flat, &copy, nullptr);
   rank_.traffic.put_back(copy.one());
 }
 
@@ -283,8 +324,8 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
   if (flat.tensor != TensorCut::kCut && rank_.groups.tensor().index > 0) return 0.0;
   if (!rank_.is_first_owner(flat)) return 0.0;  // tied weights: one stage counts
   if (!(flat.squares < 0.0)) return flat.squares;
-  if (flat.squares_there.defined()) {
-    there->push_back(flat.squares_there);
+  if (flat.norm_there.defined()) {
+    there->push_back(flat.norm_there);
     return 0.0;
   }
   const Buffer& sum = copy->one();
@@ -292,7 +333,7 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
                                      " left memory before its squares were summed"));
   const auto [at, numel] = counted(*copy);
   if (at.device != nullptr) {
-    there->push_back(device::squares_on_device(at, sum.dtype, numel));
+    there->push_back(device::norm_on_device(at, sum.dtype, numel));
     return 0.0;
   }
   return device::host::sum_squares(at.host(), sum.dtype, numel);
@@ -323,6 +364,7 @@ void Gradients::clear(Flat& flat) {
     copy.valid = false;
   }
   for (ChunkState& chunk : flat.chunks) rank_.traffic.drop(chunk.gradient);
+  flat.unpacked.clear();
   std::erase_if(flat.grads, [](const Copy& copy) { return !copy.one().on_disk(); });
   flat.gradient32.reset();
   flat.summed = 1;

@@ -32,6 +32,8 @@ class Gradients {
   // gradient is not finite. On a device, take() always returns true, and the norm finds such a
   // gradient later.
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
+  // Must be called when a backward has ended. Copies the small gradients that take() has kept.
+  void pack();
   // Runs a gradient move. `late`: the move runs again, for gradients that came after its first run.
   // Units without a late gradient add zeros.
   void run(const PlannedStep& planned, bool late = false);
@@ -67,8 +69,8 @@ class Gradients {
   void complete();
   // Returns the sum of squares of the part that this rank counts and no other rank does. Each
   // replica of a gradient counts an equal piece, so every layout adds up the same pieces in the
-  // same order. A sum on a device is not in the result: it is appended to `there` as a device
-  // scalar.
+  // same order. A sum on a device is not in the result: its square root is appended to `there` as a
+  // device scalar.
   double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
   // Must be called if a sum of squares on a device is not finite in fp32. Computes the sum of
   // own_squares() again in double. Blocks until the device is done. Returns infinity if the
@@ -87,6 +89,7 @@ class Gradients {
   };
 
   Copy& sum_of(Flat& flat);
+  void pack(Flat& flat);
   void add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& label);
   void close(Flat& flat, Buffer& sum);
   void submit(const std::shared_ptr<Walk>& walk, const comm::Label& label);

@@ -39,6 +39,24 @@ std::vector<std::string> add_sums(const std::vector<UnitState>& units,
   return names;
 }
 
+// Returns whether users edited the flat's parameters since the last update, as a device scalar that
+// is 0 if they did not. Returns an undefined tensor if the answer is not on the device.
+at::Tensor edits_there(const Rank& rank, Flat& flat) {
+  if (!rank.users_write(flat)) return {};
+  const Buffer& rest = flat.rest().one();
+  if (rank.edits_cross(flat)) {
+    if (!flat.left.defined()) return {};
+    return device::differ(flat.left, device::fingerprint(rest.data(), rest.bytes()));
+  }
+  const ChunkState& chunk = flat.chunks.front();
+  const Buffer& master = chunk.optim.front().buffers.front();
+  if (flat.chunks.size() > 1 || !master.memory || master.data().device == nullptr) return {};
+  const Placement& updated = rank.cell(Role::kOptim, Phase::kUpdate);
+  const int64_t begin = rank.begin_of(updated, flat) - rank.begin_of(flat.rest().place, flat);
+  return device::edited_on_device(master.data(), master.dtype, rest.at(begin), rest.dtype,
+                                  rank.numel_updated(flat, chunk));
+}
+
 }  // namespace
 
 bool Norm::stay_on_device() const {
@@ -46,7 +64,7 @@ bool Norm::stay_on_device() const {
          rank_.cell(Role::kGrad, Phase::kUpdate).tier == Tier::kDevice;
 }
 
-// Reads all device scalars of the step in one read: squares, sums, fingerprints, edit counts, loss.
+// Reads all device scalars of the step in one read: squares, sums, edits, loss.
 // In a step without offload, the host waits for the device only here.
 Norm::Own Norm::look(const Update& update) {
   if (rank_.on_accelerator() && !stay_on_device()) {
@@ -69,9 +87,9 @@ Norm::Own Norm::look(const Update& update) {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       flat.edited = true;
-      if (!flat.left.defined() || !rank_.edits_cross(flat)) continue;
-      const Buffer& rest = flat.rest().one();
-      there.push_back(device::differ(flat.left, device::fingerprint(rest.data(), rest.bytes())));
+      at::Tensor edits = edits_there(rank_, flat);
+      if (!edits.defined()) continue;
+      there.push_back(std::move(edits));
       left.push_back(&flat);
     }
   }
@@ -86,7 +104,8 @@ Norm::Own Norm::look(const Update& update) {
   if (update.counted.loss_there.defined()) own.told.loss += answers.back();
   for (size_t i = begin; i < end; ++i) own.edits.sample += answers[i];
   for (size_t i = 0; i < num_squares; ++i) {
-    own.squares += std::isfinite(answers[i]) ? answers[i] : gradients_.exact_squares(*squared[i]);
+    own.squares +=
+        std::isfinite(answers[i]) ? answers[i] * answers[i] : gradients_.exact_squares(*squared[i]);
   }
   for (size_t i = 0; i < num_sums && own.bad.empty(); ++i) {
     if (std::isfinite(answers[num_squares + i])) continue;

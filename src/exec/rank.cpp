@@ -31,7 +31,8 @@ int count_slots(const std::vector<UnitState>& units) {
 Lanes::Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host)
     : gather("penstock-gather", device, kind_of(table, Role::kParam, device, peers_meet_on_host)),
       reduce("penstock-reduce", device, kind_of(table, Role::kGrad, device, peers_meet_on_host)),
-      update("penstock-update", device, kind_of(table, Role::kOptim, device, false)) {}
+      update("penstock-update", device, kind_of(table, Role::kOptim, device, false)),
+      launches(device.where()) {}
 
 void Lanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
   gather.record(recorder, "gather");

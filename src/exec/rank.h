@@ -26,8 +26,8 @@ struct PlannedStep {
   bool writes_back = false;  // update: the optimizer's pass is also the first pass of the publish
 };
 
-// A check for lost user edits. Its result is not read yet. `edits`: the number of values of the
-// flat that differ from the resting shard, as a device scalar that the norm reads.
+// A check for lost user edits. Its result is not read yet. `edits`: whether values of the flat
+// differ from the resting shard, as a device scalar that the norm reads.
 struct Doubt {
   const Flat* flat = nullptr;
   at::Tensor edits;

@@ -11,7 +11,6 @@
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 #include "src/exec/gradient_clipping.h"
-#include "src/optim/kernels.h"
 #include "src/optim/optimizer_step.h"
 
 namespace penstock::exec {
@@ -104,6 +103,7 @@ Updates::Updates(Rank& rank, Lanes& lanes, Gradients& gradients)
 void Updates::begin(Update update) {
   finish();
   update_ = std::move(update);
+  scalars_ = {};
 }
 
 // The change runs on the lane, because updates of the previous step may still be queued there.
@@ -291,7 +291,7 @@ device::Address Updates::rest_at(Flat& flat, int64_t element) const {
 }
 
 void Updates::take_edits(Flat& flat, device::Address master, int64_t element, int64_t numel) const {
-  if (!rank_.users_write(flat) || (rank_.edits_cross(flat) && !flat.edited)) return;
+  if (!rank_.users_write(flat) || !flat.edited) return;
   const Buffer& rest = flat.rest().one();
   const at::Tensor seen = device::brought(rest_at(flat, element), rest.dtype, numel, master.device);
   device::take_edits(master, Dtype::kFp32, device::address_of(seen, master.device), rest.dtype,
@@ -368,6 +368,7 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
                   concat("[exec::update] no plan line moved the optimizer state of ",
                          flat.slots.front().name, " to the optimizer's placement"));
   const int64_t begin = owned(flat).first + state.begin, end = begin + numel;
+  FlatUpdate update;
   // Neighbouring parameters with the same hyperparameters and step count are updated in one pass.
   const size_t num_slots = flat.slots.size();
   for (size_t first = 0; first < num_slots;) {
@@ -380,15 +381,18 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
     const int64_t from = std::max(begin, slot.offset);
     const int64_t to = std::min(end, next < num_slots ? flat.slots[next].offset : flat.numel);
     if (slot.touched && from < to) {
-      update_range(flat, state, {from - begin, to - begin}, slot, writes_back);
+      add_run(update, flat, state, {from - begin, to - begin}, slot, writes_back);
+      // The host publishes a run while it computes the next one.
+      if (update.runs.back().range.device == nullptr) run(std::exchange(update, {}));
     }
     first = next;
   }
+  run(update);
 }
 
 // `part` counts from the chunk's first element.
-void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> part,
-                           const Slot& slot, bool writes_back) {
+void Updates::add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk,
+                      std::pair<int64_t, int64_t> part, const Slot& slot, bool writes_back) {
   const int64_t begin = part.first;
   const Buffer& sum = rank_.grads_in_chunks ? chunk.gradient : gradients_.held(flat)->one();
   const device::Address master = master_of(flat, chunk) + begin * 4;
@@ -396,7 +400,8 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
   PENSTOCK_ASSERT(grad.device == master.device,
                   concat("[exec::update] the gradient of ", slot.name,
                          " is not in the memory that its optimizer works in"));
-  optim::Range range;
+  optim::StepRun run;
+  optim::Range& range = run.range;
   range.device = master.device;
   range.master = reinterpret_cast<float*>(master.data);
   range.grad_dtype = sum.dtype;
@@ -404,26 +409,34 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
   range.numel = part.second - begin;
   range.moment_dtype = rank_.cell(Role::kOptim, Phase::kUpdate).dtype;
   range.param_dtype = flat.rest().one().dtype;
-  const Published out = writes_back && !shares_master(flat)
-                            ? publish_from(rest_at(flat, chunk.begin + begin), range, master)
-                            : Published{};
+  if (!update_.external) take_edits(flat, master, chunk.begin + begin, range.numel);
+  Published out = writes_back && !shares_master(flat)
+                      ? publish_from(rest_at(flat, chunk.begin + begin), range, master)
+                      : Published{};
   range.param_out = out.written.data;
-  if (update_.external) {
-    if (out.written) {
+  const std::vector<Buffer>& state = chunk.optim.back().buffers;
+  const auto moment = [&](size_t i) {
+    const bool kept = state.size() > i && state[i].exists();
+    return kept ? static_cast<void*>(state[i].at(begin).data) : nullptr;
+  };
+  run.moment1 = moment(1);
+  run.moment2 = moment(2);
+  run.group = static_cast<size_t>(slot.group);
+  run.step = slot.updates + 1;
+  update.runs.push_back(run);
+  update.published.push_back(std::move(out));
+}
+
+void Updates::run(const FlatUpdate& update) {
+  if (!update_.external) optim::run_optimizer(update_.groups, update.runs, grad_scale_, &scalars_);
+  for (size_t i = 0; i < update.runs.size(); ++i) {
+    const optim::Range& range = update.runs[i].range;
+    const Published& out = update.published[i];
+    if (update_.external && out.written) {
+      const device::Address master{range.master, range.device};
       device::take(out.written, range.param_dtype, master, Dtype::kFp32, range.numel, false);
     }
-  } else {
-    const OptimizerConfig& group = update_.groups.at(slot.group);
-    take_edits(flat, master, chunk.begin + begin, range.numel);
-    const std::vector<Buffer>& state = chunk.optim.back().buffers;
-    const auto moment = [&](size_t i) {
-      const bool kept = state.size() > i && state[i].exists();
-      return kept ? static_cast<void*>(state[i].at(begin).data) : nullptr;
-    };
-    optim::run_optimizer(group, range, moment(1), moment(2), grad_scale_, slot.updates + 1);
-  }
-  if (out.room) {
-    device::copy(out.rest, out.written, range.numel * dtype_bytes(range.param_dtype));
+    if (out.room) device::copy(out.rest, out.written, out.bytes);
   }
 }
 
@@ -434,8 +447,8 @@ Updates::Published Updates::publish_from(device::Address rest, const optim::Rang
                                          device::Address master) {
   if (rest.device == master.device) return {rest, rest, {}};
   mem::Arena& arena = master.device == nullptr ? rank_.tiers.host : rank_.tiers.device;
-  Published out{rest, {}, {}};
-  out.room = arena.take(range.numel * dtype_bytes(range.param_dtype), mem::Account::kParam);
+  Published out{rest, {}, {}, range.numel * dtype_bytes(range.param_dtype)};
+  out.room = arena.take(out.bytes, mem::Account::kParam);
   out.written = out.room.data();
   return out;
 }

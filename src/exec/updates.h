@@ -17,7 +17,7 @@
 #include "penstock/error.h"
 #include "src/exec/gradients.h"
 #include "src/exec/norm.h"
-#include "src/optim/kernels.h"
+#include "src/optim/optimizer_step.h"
 
 namespace penstock::exec {
 
@@ -65,6 +65,12 @@ class Updates {
   struct Published {
     device::Address rest, written;
     mem::Lease room;  // memory of `written` if it is not `rest`
+    int64_t bytes = 0;
+  };
+  // The runs of one flat, and what they publish.
+  struct FlatUpdate {
+    std::vector<optim::StepRun> runs;
+    std::vector<Published> published;  // by run
   };
   Published publish_from(device::Address rest, const optim::Range& range, device::Address master);
   void on_lane(const std::vector<int>& units, std::function<void()> work);
@@ -74,8 +80,9 @@ class Updates {
   void update_unit(int unit, const Chunk& chunk, bool writes_back);
   void tell_changes(const Flat& flat, const ChunkState& chunk);
   void update_flat(Flat& flat, const Chunk& chunk, bool writes_back);
-  void update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> range,
-                    const Slot& slot, bool writes_back);
+  void add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> part,
+               const Slot& slot, bool writes_back);
+  void run(const FlatUpdate& update);
   void publish_to_disk(int unit, const Chunk& chunk);
   device::Address rest_at(Flat& flat, int64_t element) const;
   // Copies user edits of the parameters in this range to their masters.
@@ -96,6 +103,7 @@ class Updates {
   Update update_;
   Seen seen_;
   float grad_scale_ = 1.0F;
+  optim::StepScalars scalars_;
 };
 
 }  // namespace penstock::exec

@@ -239,7 +239,7 @@ void Walk::count_squares(size_t index) const {
   for (size_t t = 0; t < travels_.size(); ++t) {
     const Travel& travel = travels_[t];
     Address sum = stops_[t][index];
-    if (travel.squares_there == nullptr || sum.device == nullptr) continue;
+    if (travel.norm_there == nullptr || sum.device == nullptr) continue;
     if (travel.adds && !adds_here(travel, index)) continue;
     const Dtype dtype = dtype_after(travel, index);
     int64_t numel = numel_at(travel, pass.to);
@@ -247,7 +247,7 @@ void Walk::count_squares(size_t index) const {
       numel /= members.size();
       sum = sum + members.index * numel * dtype_bytes(dtype);
     }
-    *travel.squares_there = device::squares_on_device(sum, dtype, numel);
+    *travel.norm_there = device::norm_on_device(sum, dtype, numel);
   }
 }
 

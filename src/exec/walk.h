@@ -22,10 +22,10 @@ struct Travel {
   mem::DiskTicket arriving{};  // the read into `from`
   // Receives the sum of squares of this rank's part of the final values at `to`, if it is not null
   // and Walk::counts_squares() is true. The sum has the same bits as the result of
-  // host::sum_squares ([Note: Squares]). On a device, the sum goes to `squares_there` as a device
-  // scalar.
+  // host::sum_squares ([Note: Squares]). On a device, the square root of the sum goes to
+  // `norm_there` as a device scalar.
   double* squares = nullptr;
-  at::Tensor* squares_there = nullptr;
+  at::Tensor* norm_there = nullptr;
 };
 
 class Walk {

@@ -2,10 +2,16 @@
 
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/mul.h>
 
+#include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <map>
+#include <utility>
+#include <vector>
 
 #include "penstock/optimizer_kinds.h"
 #include "src/device/device.h"
@@ -14,7 +20,11 @@ namespace penstock::optim {
 
 namespace {
 
-// The tensors of one update.
+// Number of values that are updated together. Their fp32 gradients are the memory that an update
+// takes beside its state.
+constexpr int64_t kTogether = int64_t{1} << 24;
+
+// The tensors of one run.
 struct DeviceUpdate {
   const OptimizerConfig& group;
   const int64_t step;
@@ -22,6 +32,9 @@ struct DeviceUpdate {
   at::Tensor grad;              // a scaled fp32 copy, which the step may overwrite
   at::Tensor moment1, moment2;  // undefined if the optimizer has no such moment
 };
+
+// Runs with the same group and step count.
+using DeviceUpdates = std::vector<DeviceUpdate>;
 
 // A moment in fp32. store() writes it back in the dtype of the stored moment.
 class Wide {
@@ -47,32 +60,35 @@ void decay(DeviceUpdate& work, bool decoupled) {
   }
 }
 
-// torch's fused kernels compute fp32 moments in one pass; adam() below handles bf16 moments.
-void fused_adam(const DeviceUpdate& work, bool decoupled) {
-  const OptimizerConfig& group = work.group;
-  const at::Tensor step =
-      at::full({}, static_cast<double>(work.step), work.master.options().dtype(at::kFloat));
-  const auto run = [&](const auto& fused) {
-    fused({work.master}, {work.grad}, {work.moment1}, {work.moment2}, {}, {step});
-  };
-  using List = at::TensorList;
+// torch's fused kernels compute fp32 moments in one pass over all runs; adam() below handles bf16
+// moments.
+void fused_adam(const DeviceUpdates& updates, bool decoupled, StepScalars* scalars) {
+  const OptimizerConfig& group = updates.front().group;
+  std::vector<at::Tensor> p, g, m, v;
+  for (const DeviceUpdate& update : updates) {
+    p.push_back(update.master);
+    g.push_back(update.grad);
+    m.push_back(update.moment1);
+    v.push_back(update.moment2);
+  }
+  const int64_t count = updates.front().step;
+  at::Tensor& step = scalars->steps[count];
+  if (!step.defined())
+    step = at::full({}, static_cast<double>(count), p.front().options().dtype(at::kFloat));
+  const std::vector<at::Tensor> steps(updates.size(), step);
+  const auto& [beta1, beta2] = group.betas;
   if (decoupled) {
-    run([&](List p, List g, List m, List v, List most, List steps) {
-      at::_fused_adamw_(p, g, m, v, most, steps, group.lr, group.betas[0], group.betas[1],
-                        group.weight_decay, group.eps, false, false);
-    });
+    at::_fused_adamw_(p, g, m, v, {}, steps, group.lr, beta1, beta2, group.weight_decay, group.eps,
+                      false, false);
   } else {
-    run([&](List p, List g, List m, List v, List most, List steps) {
-      at::_fused_adam_(p, g, m, v, most, steps, group.lr, group.betas[0], group.betas[1],
-                       group.weight_decay, group.eps, false, false);
-    });
+    at::_fused_adam_(p, g, m, v, {}, steps, group.lr, beta1, beta2, group.weight_decay, group.eps,
+                     false, false);
   }
 }
 
 void adam(DeviceUpdate& work) {
   const OptimizerConfig& group = work.group;
   const bool decoupled = kind_of(group.type).decoupled_decay;
-  if (work.moment1.scalar_type() == at::kFloat) return fused_adam(work, decoupled);
   decay(work, decoupled);
   Wide first(work.moment1), second(work.moment2);
   const double beta1 = group.betas[0], beta2 = group.betas[1];
@@ -126,24 +142,130 @@ void lion(DeviceUpdate& work) {
 constexpr void (*kSteps[])(DeviceUpdate&) = {adam, adam, sgd, adagrad, lion};
 static_assert(std::size(kSteps) == kNumOptimizerTypes, "one step for each OptimizerType");
 
+void step_alike(DeviceUpdates& updates, StepScalars* scalars) {
+  const OptimizerConfig& group = updates.front().group;
+  const OptimizerKind& kind = kind_of(group.type);
+  const bool is_adam = group.type == OptimizerType::kAdam || group.type == OptimizerType::kAdamW;
+  if (is_adam && updates.front().moment1.scalar_type() == at::kFloat)
+    return fused_adam(updates, kind.decoupled_decay, scalars);
+  for (DeviceUpdate& update : updates) kSteps[static_cast<size_t>(group.type)](update);
+}
+
+at::Tensor view(const Range& range, const void* at, Dtype dtype, int64_t numel) {
+  if (at == nullptr) return {};
+  return device::view({const_cast<void*>(at), range.device}, dtype, numel);
+}
+
+// Returns the address after `numel` values; null stays null.
+void* after(const void* at, Dtype dtype, int64_t numel) {
+  if (at == nullptr) return nullptr;
+  return const_cast<char*>(static_cast<const char*>(at)) + numel * dtype_bytes(dtype);
+}
+
+// Calls one(range, numel) for each longest sequence of runs that `adjoin`: the range of its first
+// run and its number of values.
+template <class Adjoin, class One>
+void for_each_sequence(const std::vector<StepRun>& runs, const Adjoin& adjoin, const One& one) {
+  for (size_t first = 0; first < runs.size();) {
+    const Range& range = runs[first].range;
+    int64_t numel = range.numel;
+    size_t next = first + 1;
+    while (next < runs.size() && adjoin(range, numel, runs[next].range)) {
+      numel += runs[next++].range.numel;
+    }
+    one(range, numel);
+    first = next;
+  }
+}
+
+// Returns the gradient of each run in fp32, multiplied by the scale. One kernel converts and scales
+// a sequence of runs.
+std::vector<at::Tensor> wide_gradients(const std::vector<StepRun>& runs, float scale,
+                                       at::Tensor* factor) {
+  std::vector<at::Tensor> gradients;
+  const auto adjoin = [](const Range& first, int64_t numel, const Range& next) {
+    return first.grad_dtype == next.grad_dtype &&
+           after(first.grad, first.grad_dtype, numel) == next.grad;
+  };
+  for_each_sequence(runs, adjoin, [&](const Range& range, int64_t numel) {
+    const at::Tensor own = view(range, range.grad, range.grad_dtype, numel);
+    at::Tensor wide = at::empty({numel}, own.options().dtype(at::kFloat));
+    if (scale == 1.0F) {
+      wide.copy_(own);
+    } else {
+      // With one dimension, the factor makes the product fp32.
+      if (!factor->defined()) *factor = at::full({1}, scale, wide.options());
+      at::mul_out(wide, own, *factor);
+    }
+    for (int64_t begin = 0; begin < numel;) {
+      const int64_t count = runs[gradients.size()].range.numel;
+      gradients.push_back(wide.narrow(0, begin, count));
+      begin += count;
+    }
+  });
+  return gradients;
+}
+
+void publish(const std::vector<StepRun>& runs) {
+  const auto adjoin = [](const Range& first, int64_t numel, const Range& next) {
+    return first.param_dtype == next.param_dtype &&
+           after(first.param_out, first.param_dtype, numel) == next.param_out &&
+           first.master + numel == next.master;
+  };
+  for_each_sequence(runs, adjoin, [](const Range& range, int64_t numel) {
+    if (range.param_out == nullptr) return;
+    view(range, range.param_out, range.param_dtype, numel)
+        .copy_(view(range, range.master, Dtype::kFp32, numel));
+  });
+}
+
+void step_together(const std::vector<OptimizerConfig>& groups, const std::vector<StepRun>& runs,
+                   float grad_scale, StepScalars* scalars) {
+  const std::vector<at::Tensor> gradients = wide_gradients(runs, grad_scale, &scalars->scale);
+  std::map<std::pair<size_t, int64_t>, DeviceUpdates> alike;  // by group and step count
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const auto& [range, moment1, moment2, group, step] = runs[i];
+    alike[{group, step}].push_back(
+        {groups[group], step, view(range, range.master, Dtype::kFp32, range.numel), gradients[i],
+         view(range, moment1, range.moment_dtype, range.numel),
+         view(range, moment2, range.moment_dtype, range.numel)});
+  }
+  for (auto& [key, updates] : alike) step_alike(updates, scalars);
+  publish(runs);
+}
+
+// Removes the first `count` values from the run and returns them as a run.
+StepRun take_first(StepRun& run, int64_t count) {
+  StepRun first = run;
+  first.range.numel = count;
+  Range& rest = run.range;
+  rest.numel -= count;
+  rest.master += count;
+  rest.grad = after(rest.grad, rest.grad_dtype, count);
+  rest.param_out = after(rest.param_out, rest.param_dtype, count);
+  run.moment1 = after(run.moment1, rest.moment_dtype, count);
+  run.moment2 = after(run.moment2, rest.moment_dtype, count);
+  return first;
+}
+
 }  // namespace
 
-void run_on_device(const OptimizerConfig& group, const DeviceStep& step) {
+void run_on_device(const std::vector<OptimizerConfig>& groups, const std::vector<StepRun>& runs,
+                   float grad_scale, StepScalars* scalars) {
   const device::Unseen unseen;
-  const Range& range = step.range;
-  const auto tensor = [&](const void* at, Dtype dtype) {
-    return at == nullptr ? at::Tensor()
-                         : device::view({const_cast<void*>(at), range.device}, dtype, range.numel);
-  };
-  DeviceUpdate work{group,
-                    step.step,
-                    tensor(range.master, Dtype::kFp32),
-                    tensor(range.grad, range.grad_dtype).to(at::kFloat, false, /*copy=*/true),
-                    tensor(step.moment1, range.moment_dtype),
-                    tensor(step.moment2, range.moment_dtype)};
-  if (step.grad_scale != 1.0F) work.grad.mul_(step.grad_scale);
-  kSteps[static_cast<size_t>(group.type)](work);
-  if (range.param_out != nullptr) tensor(range.param_out, range.param_dtype).copy_(work.master);
+  std::vector<StepRun> together;
+  int64_t room = kTogether;
+  for (StepRun run : runs) {
+    while (run.range.numel > 0) {
+      together.push_back(take_first(run, std::min(room, run.range.numel)));
+      room -= together.back().range.numel;
+      if (room > 0) continue;
+      step_together(groups, together, grad_scale, scalars);
+      together.clear();
+      room = kTogether;
+    }
+  }
+  if (!together.empty()) step_together(groups, together, grad_scale, scalars);
 }
 
 }  // namespace penstock::optim

@@ -1,21 +1,15 @@
 #pragma once
 // The optimizers on a device, made of torch's operations. They use the formulas of kernels.h, in
 // the same order. All work is queued on the calling thread's stream.
-#include <cstdint>
+#include <vector>
 
 #include "penstock/config.h"
-#include "src/optim/kernels.h"
+#include "src/optim/optimizer_step.h"
 
 namespace penstock::optim {
 
-// The arguments of run_optimizer(). All addresses are in range.device's memory.
-struct DeviceStep {
-  const Range& range;
-  void *moment1, *moment2;
-  float grad_scale;
-  int64_t step;
-};
-
-void run_on_device(const OptimizerConfig& group, const DeviceStep& step);
+// The arguments of run_optimizer(). All addresses are in the memory of the runs' device.
+void run_on_device(const std::vector<OptimizerConfig>& groups, const std::vector<StepRun>& runs,
+                   float grad_scale, StepScalars* scalars);
 
 }  // namespace penstock::optim

@@ -11,41 +11,38 @@ namespace penstock::optim {
 
 namespace {
 
-// The arguments of one run_optimizer() call. Each function below maps them to the options of its
-// kernel.
+// One run with its settings. Each function below maps them to the options of its kernel.
 struct KernelCall {
   const OptimizerConfig& group;
-  const Range& range;
-  void *moment1, *moment2;
+  const StepRun& run;
   float grad_scale;
-  int64_t step;
 };
 
 void adam(const KernelCall& call) {
   const OptimizerConfig& group = call.group;
   const bool decoupled = kind_of(group.type).decoupled_decay;
-  optim::adam(call.range, call.moment1, call.moment2,
+  optim::adam(call.run.range, call.run.moment1, call.run.moment2,
               {group.lr, group.betas[0], group.betas[1], group.eps, group.weight_decay, decoupled,
-               call.grad_scale, call.step});
+               call.grad_scale, call.run.step});
 }
 
 void sgd(const KernelCall& call) {
   const OptimizerConfig& group = call.group;
-  optim::sgd(call.range, call.moment1,
+  optim::sgd(call.run.range, call.run.moment1,
              {group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov,
-              call.grad_scale, call.step == 1});
+              call.grad_scale, call.run.step == 1});
 }
 
 void adagrad(const KernelCall& call) {
   const OptimizerConfig& group = call.group;
   optim::adagrad(
-      call.range, static_cast<float*>(call.moment1),
-      {group.lr, group.lr_decay, group.eps, group.weight_decay, call.grad_scale, call.step});
+      call.run.range, static_cast<float*>(call.run.moment1),
+      {group.lr, group.lr_decay, group.eps, group.weight_decay, call.grad_scale, call.run.step});
 }
 
 void lion(const KernelCall& call) {
   const OptimizerConfig& group = call.group;
-  optim::lion(call.range, call.moment1,
+  optim::lion(call.run.range, call.run.moment1,
               {group.lr, group.betas[0], group.betas[1], group.weight_decay, call.grad_scale});
 }
 
@@ -70,19 +67,24 @@ static_assert(std::size(kKernels) == kNumOptimizerTypes && in_order(),
 
 }  // namespace
 
-void run_optimizer(const OptimizerConfig& group, const Range& range, void* moment1, void* moment2,
-                   float grad_scale, int64_t step) {
-  const OptimizerKind& kind = kind_of(group.type);
-  const int kept = (moment1 != nullptr ? 1 : 0) + (moment2 != nullptr ? 1 : 0);
-  PENSTOCK_ASSERT(kept >= num_moments(group), concat("[optim::run_optimizer] ", kind.name,
-                                                     " was called with ", kept, " moments"));
-  PENSTOCK_ASSERT(range.moment_dtype == Dtype::kFp32 || kind.takes("moments_dtype"),
-                  concat("[optim::run_optimizer] ", kind.name, " cannot have moments in ",
-                         dtype_name(range.moment_dtype)));
-  if (range.device != nullptr) {
-    return run_on_device(group, {range, moment1, moment2, grad_scale, step});
+void run_optimizer(const std::vector<OptimizerConfig>& groups, const std::vector<StepRun>& runs,
+                   float grad_scale, StepScalars* scalars) {
+  if (runs.empty()) return;
+  for (const StepRun& run : runs) {
+    const OptimizerConfig& group = groups.at(run.group);
+    const OptimizerKind& kind = kind_of(group.type);
+    const int kept = (run.moment1 != nullptr ? 1 : 0) + (run.moment2 != nullptr ? 1 : 0);
+    PENSTOCK_ASSERT(kept >= num_moments(group), concat("[optim::run_optimizer] ", kind.name,
+                                                       " was called with ", kept, " moments"));
+    PENSTOCK_ASSERT(run.range.moment_dtype == Dtype::kFp32 || kind.takes("moments_dtype"),
+                    concat("[optim::run_optimizer] ", kind.name, " cannot have moments in ",
+                           dtype_name(run.range.moment_dtype)));
   }
-  kKernels[static_cast<size_t>(group.type)].run({group, range, moment1, moment2, grad_scale, step});
+  if (runs.front().range.device != nullptr) return run_on_device(groups, runs, grad_scale, scalars);
+  for (const StepRun& run : runs) {
+    const OptimizerConfig& group = groups[run.group];
+    kKernels[static_cast<size_t>(group.type)].run({group, run, grad_scale});
+  }
 }
 
 }  // namespace penstock::optim

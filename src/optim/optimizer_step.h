@@ -1,18 +1,38 @@
 #pragma once
-// One optimizer step over a range of one flat: maps the settings of a parameter group to a kernel.
+// One optimizer step over runs of parameters: maps the settings of a parameter group to a kernel.
 // Stateless, callable from any thread.
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
+#include <map>
+#include <vector>
 
 #include "penstock/config.h"
 #include "src/optim/kernels.h"
 
 namespace penstock::optim {
 
-// `moment1` and `moment2` have range.numel values of range.moment_dtype. If num_moments(group) is
-// less than 2, the unused ones are null. `step` is 1 for the range's first update. `grad_scale`
-// multiplies the gradients. All pointers point to range.device's memory. On a device the work is
-// queued on the calling thread's stream.
-void run_optimizer(const OptimizerConfig& group, const Range& range, void* moment1, void* moment2,
-                   float grad_scale, int64_t step);
+// Neighbouring parameters of a flat that have the same group and step count.
+struct StepRun {
+  Range range;
+  // range.numel values of range.moment_dtype. A moment that the optimizer does not have is null.
+  void *moment1 = nullptr, *moment2 = nullptr;
+  size_t group = 0;  // index of the parameter group
+  int64_t step = 1;  // 1 for the run's first update
+};
+
+// Scalars in a device's memory that all calls of one step share. The first call that needs one
+// makes it.
+struct StepScalars {
+  at::Tensor scale;
+  std::map<int64_t, at::Tensor> steps;  // by step count
+};
+
+// Makes one step over each run. All pointers of all runs point to the memory of one device, or of
+// the host. `grad_scale` multiplies the gradients, and is the same in all calls of a step. On a
+// device the work is queued on the calling thread's stream. Adam with fp32 moments makes one fused
+// call per group there, and runs that are neighbours in memory are converted together.
+void run_optimizer(const std::vector<OptimizerConfig>& groups, const std::vector<StepRun>& runs,
+                   float grad_scale, StepScalars* scalars);
 
 }  // namespace penstock::optim

@@ -67,8 +67,10 @@ void expect_as_written(const OptimizerConfig& group) {
     range.master = &master;
     range.grad = &grad;
     range.numel = 1;
-    run_optimizer(group, range, num_moments(group) > 0 ? &moment1 : nullptr,
-                  num_moments(group) > 1 ? &moment2 : nullptr, kScale, step);
+    run_optimizer({group},
+                  {{range, num_moments(group) > 0 ? &moment1 : nullptr,
+                    num_moments(group) > 1 ? &moment2 : nullptr, 0, step}},
+                  kScale, nullptr);
     kFormulas.at(group.type)(group, kScale * kGrad[step - 1], step, value);
     EXPECT_NEAR(master, value.p, 1e-6) << name << ", step " << step;
   }
@@ -106,11 +108,13 @@ TEST(OptimizerStep, MissingMomentsAreABug) {
   range.master = &master;
   range.grad = &grad;
   range.numel = 1;
-  EXPECT_THROW(run_optimizer({.type = kAdam}, range, &moment, nullptr, 1.0F, 1), Bug);
-  EXPECT_THROW(run_optimizer({.type = kSgd, .momentum = 0.9}, range, nullptr, nullptr, 1.0F, 1),
-               Bug);
+  const auto run = [&](const OptimizerConfig& group, float* moment1) {
+    run_optimizer({group}, {{range, moment1}}, 1.0F, nullptr);
+  };
+  EXPECT_THROW(run({.type = kAdam}, &moment), Bug);
+  EXPECT_THROW(run({.type = kSgd, .momentum = 0.9}, nullptr), Bug);
   range.moment_dtype = Dtype::kBf16;
-  EXPECT_THROW(run_optimizer({.type = kAdagrad}, range, &moment, nullptr, 1.0F, 1), Bug);
+  EXPECT_THROW(run({.type = kAdagrad}, &moment), Bug);
   EXPECT_EQ(master, 2.0F);
 }
 

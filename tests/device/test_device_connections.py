@@ -9,6 +9,7 @@ import time
 import models
 import on_device
 import pytest
+import sim
 import torch
 import torch.distributed as dist
 import training
@@ -122,8 +123,6 @@ def test_a_device_that_waits_alone():
 
 def launches(offload, seed):
     """Trains while each rank's threads issue collectives after delays of their own."""
-    import sim  # noqa: PLC0415
-
     engine, step = start("zero3", 20, offload=offload)
     sim.set_seed(7 * seed + dist.get_rank())
     sim.set_delays_us(0, 400)
@@ -144,3 +143,77 @@ def test_lanes_launch_in_one_order(offload, seed, device_pools):
     """Gathers and reductions have communicators of their own, and may have threads of their own.
     The simulated device compares the order in which both are launched."""
     device_pools(2).run(launches, offload, seed)
+
+
+class Choosing(torch.nn.Module):
+    """Blocks of two layers, of which some ranks use one only."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2)) for _ in range(5)]
+        self.blocks = torch.nn.ModuleList(Chosen(block) for block in blocks)
+
+    def forward(self, x, both):
+        for i, block in enumerate(self.blocks):
+            x = block(x, both or i % 2 == 0)
+        return x.square().mean()
+
+
+class Chosen(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, both):
+        first, second = self.layers
+        return torch.tanh(first(x) + second(x) if both else first(x))
+
+
+def choosing():
+    torch.manual_seed(3)
+    return Choosing(), torch.randn(2, 4, 32)
+
+
+def choose(offload, seed):
+    """Trains; rank 1 has no gradient for some layers. Returns the weights."""
+    import penstock  # noqa: PLC0415
+
+    on_device.schedule(seed)
+    place, rank = on_device.device(), dist.get_rank()
+    model, inputs = choosing()
+    config = Case("zero3").config() | {
+        "optimizer": {"type": "SGD", "lr": 0.5},
+        "units": {"modules": ["Chosen"]},
+        "prefetch_bytes": 0,
+        "offload": offload,
+        "comm": {"timeout_s": 30, "bucket_bytes": 0},
+    }
+    engine = penstock.initialize(model, config, device=place)
+    sim.set_seed(7 * seed + rank)
+    sim.set_delays_us(0, 400)
+    sim.set_issue_delay_us(3000 * rank)
+    try:
+        for _ in range(4):
+            engine.backward(engine(inputs[rank].to(place), rank == 0))
+            engine.step()
+    finally:
+        sim.set_delays_us(0, 50)
+        sim.set_issue_delay_us(0)
+    weights = engine.state_dict(rank0_only=False)
+    engine.close()
+    return weights
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("offload", ({}, HOST, {"gradients": "host", "optimizer": "host"}))
+def test_a_parameter_without_gradient_on_one_rank(offload, seed, device_pools):
+    """The rank reduces the unit's gradients where the others do, and not after its backward."""
+    model, inputs = choosing()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(4):
+        (model(inputs[0], True) / 2 + model(inputs[1], False) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in device_pools(2).run(choose, offload, seed):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)

@@ -165,3 +165,47 @@ def test_recomputed_buffers_wait_for_nothing(device_pools):
         del waits["generator"]  # reading its state waits here, but not on CUDA
         assert waits == {"copy_d2h": 3}, "the norm's, and no other"
         assert counts == {4}, "a recomputed forward does not count"
+
+
+def added(precision):
+    """The gradients of two backwards that are added on the host, and plain torch's."""
+    import penstock  # noqa: PLC0415 - the parent does without
+
+    on_device.schedule(3)
+    sim.set_delays_us(0, 400)
+    place = on_device.device()
+    torch.manual_seed(5)
+    layers = [torch.nn.Linear(2048, 2300), torch.nn.Tanh(), torch.nn.Linear(2300, 4)]
+    model, samples = torch.nn.Sequential(*layers), torch.randn(2, 3, 2048)
+    config = {
+        "strategy": "zero2",
+        "precision": precision,
+        "batch": {"accumulate": 2},
+        "offload": {"optimizer": "host", "gradients": "host"},
+        "optimizer": {"type": "SGD", "lr": 0.0},
+        "comm": {"timeout_s": 60},
+    }
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    for part in samples.to(dtype):
+        (model.to(dtype)(part).float().square().mean() / 2).backward()
+    plain = {name: one.grad.float() for name, one in model.named_parameters()}
+    model.zero_grad()
+    engine = penstock.initialize(model, config, device=place)
+    sim.reset_counters()
+    for part in samples.to(dtype).to(place):
+        engine.backward(engine(part).float().square().mean())
+    counted = sim.counters()
+    ours = {name: one.float().cpu() for name, one in engine.full_grads().items()}
+    engine.close(gather=False)
+    sim.set_delays_us(0, 50)
+    return plain, ours, counted.host_waits_by_name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_added_from_pinned_memory(precision, device_pools):
+    """Piece by piece, while the next piece is on its way."""
+    for plain, ours, waits in device_pools(1).run(added, precision):
+        assert waits.get("copy_d2h", 0) == 0, f"a copy of pageable memory waits: {waits}"
+        for name, value in plain.items():
+            close = {"rtol": 2e-2, "atol": 1e-4} if precision == "bf16" else {}
+            torch.testing.assert_close(ours[name], value, **close)

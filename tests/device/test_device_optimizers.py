@@ -77,3 +77,102 @@ def test_state_of_the_constructor(name, offload, device_pools):
     for ours in device_pools(WORLD).run(made_there, name, offload):
         for key, value in of(model).items():
             assert torch.allclose(ours[key], value, rtol=1e-5, atol=1e-6), key
+
+
+def edited(strategy: str, offload: str, place: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights after steps between which every rank clamps its weights, once and never again."""
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
+    model = training.moved(torch.nn.Sequential(*layers), place)
+    samples = torch.randn(4, training.dist.get_world_size(), 3, 8).bfloat16().to(place)
+    config = {
+        "strategy": strategy,
+        "precision": "bf16",
+        "optimizer": {"type": "SGD", "lr": 0.01},
+        "offload": {"optimizer": offload},
+        "comm": {"timeout_s": 30},
+    }
+    engine = penstock.initialize(model, config)
+    largest = []
+    for step in range(4):
+        engine.backward(engine(samples[step, training.dist.get_rank()]).float().square().mean())
+        engine.step()
+        if step == 1:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.clamp_(-1 / 64, 1 / 64)
+        largest.append(max(one.abs().max().item() for one in model.parameters()))
+    weights = engine.state_dict(rank0_only=False)
+    engine.close()
+    return weights, largest
+
+
+def edited_on_both(strategy: str, offload: str) -> Any:
+    on_device.schedule(2)
+    return edited(strategy, offload, on_device.device()), edited(strategy, offload, "cpu")
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_edits_of_low_precision_weights_reach_their_masters(strategy, offload, device_pools):
+    for (there, most), (here, _) in device_pools(WORLD).run(edited_on_both, strategy, offload):
+        assert most[1] <= 1 / 64 < most[0], "the weights were clamped"
+        assert most[3] < most[0] / 2, "no update brought the old weights back"
+        for name, value in here.items():
+            torch.testing.assert_close(there[name].float(), value.float(), rtol=1e-2, atol=1e-4)
+
+
+class Large(torch.nn.Module):
+    """More weights than one call of the optimizer updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = torch.nn.Linear(4096, 4100)
+        self.last = torch.nn.Linear(4100, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.last(torch.tanh(self.large(x))).square().mean()
+        return loss
+
+
+def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """As transformers makes them: biases do not decay."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [one for name, one in named if "weight" in name], "weight_decay": 0.5},
+        {"params": [one for name, one in named if "bias" in name], "weight_decay": 0.0},
+    ]
+
+
+def large(place: str) -> dict[str, torch.Tensor]:
+    import penstock  # noqa: PLC0415
+
+    on_device.schedule(4)
+    place = on_device.device() if place else "cpu"
+    torch.manual_seed(2)
+    model, x = Large(), torch.randn(2, 4096)
+    if place == "cpu":
+        plain = torch.optim.AdamW(two_groups(model), lr=0.01)
+        for _ in range(3):
+            model(x).backward()
+            plain.step()
+            plain.zero_grad()
+        return of(model)
+    model = training.moved(model, place)
+    optimizer = torch.optim.AdamW(two_groups(model), lr=0.01)
+    engine = penstock.initialize(model, {"strategy": "ddp"}, optimizer=optimizer)
+    for _ in range(3):
+        engine.backward(engine(x.to(place)))
+        engine.step()
+    engine.close()
+    return of(model)
+
+
+def test_groups_of_a_large_layer(device_pools):
+    """Runs of two groups alternate, and a call ends inside one."""
+    pool = device_pools(1)
+    ours, plain = pool.run(large, "device")[0], pool.run(large, "")[0]
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)

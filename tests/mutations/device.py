@@ -14,6 +14,7 @@ FAULTS = "tests/device/test_device_faults.py"
 CONNECTIONS = "tests/device/test_device_connections.py"
 HOST_MEMORY = "tests/device/test_device_host_memory.py"
 BORDER = "tests/device/test_device_border.py"
+OPTIMIZERS = "tests/device/test_device_optimizers.py"
 
 LANE, FENCE, KERNELS = "src/device/lane.cpp", "src/device/fence.cpp", "src/device/kernels.cpp"
 ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/comm/channel.cpp"
@@ -21,6 +22,7 @@ WALK, PARAMS, FLAT = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/flat.
 GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
 STORE_GROUP = "src/comm/store_group.cpp"
 ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
+DEVICE_STEP = "src/optim/device_step.cpp"
 
 BESIDE_A_DEVICE = [
     Mutation(
@@ -260,5 +262,48 @@ BESIDE_A_DEVICE = [
         "stream && tiers.computes.current() != *stream)",
         "stream && closed)",
         Pytest((BORDER, "-k", "another_stream"), ("_sim",)),
+    ),
+    Mutation(
+        "a parameter without gradient delays its rank's reductions",
+        "src/engine/step/core_state.cpp",
+        "(!expected[unit] || only_use) && unit != 0",
+        "!expected[unit] && unit != 0",
+        Pytest((CONNECTIONS, "-k", "without_gradient"), ("_sim",)),
+    ),
+    Mutation(
+        "engines on a device launch in orders of their own",
+        "src/comm/launch_order.cpp",
+        "  if (turns == nullptr) known = turns",
+        "  known = turns",
+        gtest("src/comm/comm_test", "LaunchOrder.*"),
+    ),
+    Mutation(
+        "edits of weights on a device are not searched",
+        NORM,
+        "    left[i]->edited = answers[num_squares + num_sums + i] != 0.0;\n",
+        "    left[i]->edited = false;\n",
+        Pytest((OPTIMIZERS, "-k", "reach_their_masters"), ("_sim",)),
+    ),
+    Mutation(
+        "a large layer is updated up to the end of its first call",
+        DEVICE_STEP,
+        "      room = kTogether;\n",
+        "      room = kTogether;\n      run.range.numel = 0;\n",
+        Pytest((OPTIMIZERS, "-k", "large_layer"), ("_sim",)),
+    ),
+    Mutation(
+        "new weights of neighbours of another group are not published",
+        DEVICE_STEP,
+        "        .copy_(view(range, range.master, Dtype::kFp32, numel));",
+        "        .narrow(0, 0, range.numel)\n"
+        "        .copy_(view(range, range.master, Dtype::kFp32, range.numel));",
+        Pytest((OPTIMIZERS, "-k", "large_layer or two_groups"), ("_sim",)),
+    ),
+    Mutation(
+        "the host adds a piece of gradients before it has come",
+        KERNELS,
+        "    here.arrived->synchronize();\n",
+        "",
+        Pytest((HOST_MEMORY, "-k", "added"), ("_sim",)),
     ),
 ]

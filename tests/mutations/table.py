@@ -321,8 +321,8 @@ MUTATIONS = [
     Mutation(
         "second parameter group ignored",
         UPDATES,
-        "update_.groups.at(slot.group)",
-        "update_.groups.at(0)",
+        "run.group = static_cast<size_t>(slot.group);",
+        "run.group = 0;",
         CHUNKS,
     ),
     Mutation(
@@ -404,7 +404,7 @@ MUTATIONS = [
     Mutation(
         "an edit in low precision does not reach the master",
         UPDATES,
-        "    take_edits(flat, master, chunk.begin + begin, range.numel);\n",
+        "  if (!update_.external) take_edits(flat, master, chunk.begin + begin, range.numel);\n",
         "",
         EDITS,
     ),
@@ -446,17 +446,17 @@ MUTATIONS = [
     Mutation(
         "moment not carried over: SGD",
         OPTIMIZER_STEP,
-        "call.grad_scale, call.step == 1});",
+        "call.grad_scale, call.run.step == 1});",
         "call.grad_scale, true});",
         FORMULAS,
     ),
     Mutation(
         "moment not carried over: Adam",
         OPTIMIZER_STEP,
-        "  optim::adam(call.range, call.moment1",
-        "  float* mean = static_cast<float*>(call.moment1);\n"
-        "  for (int64_t i = 0; i < call.range.numel; ++i) mean[i] = 0.0F;\n"
-        "  optim::adam(call.range, call.moment1",
+        "  optim::adam(call.run.range, call.run.moment1",
+        "  float* mean = static_cast<float*>(call.run.moment1);\n"
+        "  for (int64_t i = 0; i < call.run.range.numel; ++i) mean[i] = 0.0F;\n"
+        "  optim::adam(call.run.range, call.run.moment1",
         FORMULAS,
     ),
     Mutation(
@@ -511,8 +511,8 @@ MUTATIONS = [
     Mutation(
         "a frozen table that the head reads goes with the next backward",
         "src/engine/step/core_state.cpp",
-        "!expected[unit] && unit != 0 && !spans",
-        "!expected[unit] && unit != 0",
+        "(!expected[unit] || only_use) && unit != 0 && !spans",
+        "(!expected[unit] || only_use) && unit != 0",
         LAYERS,
     ),
     Mutation(

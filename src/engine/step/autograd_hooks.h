@@ -23,6 +23,7 @@ void at_end_of_backward(std::function<void()> done);
 struct GraphPlace {
   uint64_t thread = 0, number = 0;
 
+  bool operator==(const GraphPlace&) const = default;
   // Returns whether the node at this place was recorded after `since`. Places of different threads
   // have no order.
   bool follows(const GraphPlace& since) const {

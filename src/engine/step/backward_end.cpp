@@ -16,6 +16,7 @@ Core::State::BackwardEnd::BackwardGuard::~BackwardGuard() {
   if (ended || !self || self->closed || !self->window->armed()) return;
   const bool by_engine = !begun || self->fault != nullptr || self->model_ranks.stages;
   self->raised = by_engine ? Raised::kByEngine : Raised::kByModel;
+  if (!by_engine) self->executor->gradients().pack();
   self->border->show_gradients();
 }
 
@@ -29,7 +30,7 @@ void Core::State::BackwardEnd::after_error(const char* call, bool drops) {
                               "and run the window again"));
   }
   state.raised = Raised::kByEngine;  // if a peer is lost in the moves that are left
-  state.frozen_open.clear();
+  state.open_units.clear();
   state.driver->finish();
   state.window->on(engine::Call::kBackwardEnd);
   state.raised = Raised::kNone;

@@ -217,6 +217,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   expected.assign(waiting.size(), false);
   began.assign(waiting.size(), {});
   entered.assign(waiting.size(), {});
+  uses.assign(waiting.size(), {});
   written.assign(waiting.size(), 0);
   make_plans();
   border.emplace(*executor, *tiled);

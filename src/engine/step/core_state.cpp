@@ -221,6 +221,7 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
     engine::before_backward_of(outputs, began[unit], reached);
   }
   if (engine::in_backward()) return;  // a recomputed unit stays whole until its gradients come
+  if (at::GradMode::is_enabled()) uses[unit] = {uses[unit].times + 1, began[unit]};
   refuse_edit(*driver, *border, unit, "in forward");
   order->end(Op::kForward, unit);
   driver->leave(Op::kForward, unit);
@@ -323,7 +324,7 @@ void Core::State::start_backward(bool in_autograd) {
     }
     expected[unit] = waiting[unit] > 0;
   }
-  frozen_open.clear();
+  open_units.clear();
   entered.assign(entered.size(), {});
   executor->gradients().begin_backward();
   order->begin_backward();
@@ -349,7 +350,7 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   }
   start_backward();
   if (!unit_events) return;
-  if (unit != 0) complete_frozen(unit, at);
+  if (unit != 0) complete_open(unit, at);
   // A recomputed forward begins later in the graph than the nodes that use its values.
   if (!entered[unit] || entered[unit]->follows(since)) entered[unit] = since;
   const bool spans = order->spans(unit);
@@ -358,17 +359,21 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   if (spans && !order->done()) return driver->pin(unit);
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
-  if (!expected[unit] && unit != 0 && !spans) add_once(frozen_open, unit);
+  // A unit that ran several times is older than nodes between its uses.
+  const bool only_use = uses[unit].times == 1 && uses[unit].last == since;
+  if ((!expected[unit] || only_use) && unit != 0 && !spans) add_once(open_units, unit);
 }
 
-// No gradient marks the last use of a frozen weight in backward. Autograd works from later forward
-// nodes to earlier ones. So the last use has ended when the backward reaches a node that is older
-// than the forward of the unit. The tiles of layers inside the unit are entered before that.
-void Core::State::complete_frozen(int except, const engine::GraphPlace& at) {
-  const std::vector<int> open = std::exchange(frozen_open, {});
+// No gradient marks the last use of a frozen weight in backward, and none completes a unit if one
+// of its parameters gets no gradient. Autograd works from later forward nodes to earlier ones. So
+// the unit's last use has ended when the backward reaches a node that is older than the unit's
+// forward. The tiles of layers inside the unit are entered before that. All ranks then reduce the
+// unit's gradients at the same place of the plan, whatever parameters got one.
+void Core::State::complete_open(int except, const engine::GraphPlace& at) {
+  const std::vector<int> open = std::exchange(open_units, {});
   for (const int unit : open) {
     if (unit == except || (entered[unit] && at.follows(*entered[unit]))) {
-      frozen_open.push_back(unit);
+      open_units.push_back(unit);
     } else {
       unit_complete(unit);
     }
@@ -399,7 +404,7 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   });
   if (unit == 0 || order->spans(unit)) return;
   if (has_frozen && moves_params) {
-    add_once(frozen_open, unit);
+    add_once(open_units, unit);
   } else {
     unit_complete(unit);
   }
@@ -446,7 +451,7 @@ void Core::State::leave_tile(int unit, Mark in_backward) {
 bool Core::State::begin_tile_backward(bool uses) {
   if (!window->armed() && engine::in_side_backward()) return false;
   start_backward();
-  if (uses && moves_params) complete_frozen(-1, engine::in_graph());
+  if (uses && moves_params) complete_open(-1, engine::in_graph());
   return true;
 }
 
@@ -459,13 +464,16 @@ void Core::State::unit_complete(int unit) {
   order->end(Op::kBackward, unit);
   driver->leave(Op::kBackward, unit);
   entered[unit].reset();
+  std::erase(open_units, unit);
 }
 
 void Core::State::end_backward() {
   const std::shared_ptr<void> leave(nullptr, [&](void*) { calling.leave_backward(); });
-  complete_frozen(-1, {});
+  complete_open(-1, {});
+  std::fill(uses.begin(), uses.end(), Uses{});
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
+  executor->gradients().pack();
   driver->finish();
   window->on(engine::Call::kBackwardEnd);
   border->show_gradients();

@@ -109,8 +109,16 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::vector<bool> expected;    // by unit: gradients were missing when the backward began
   int64_t seen_before = 0;       // backwards of the window before the current one
   double backward_weight = 1.0;  // see Values::set_backward_weight()
-  std::vector<int> frozen_open;  // units whose frozen weights the backward may still read
-  engine::LentShards lent;       // shards of masters that a user's optimizer holds
+  // Units that no gradient completes: their frozen weights may still be read, or a parameter of
+  // theirs may get no gradient.
+  std::vector<int> open_units;
+  // By unit: the training forwards since the last backward whose outputs have gradients.
+  struct Uses {
+    int times = 0;
+    engine::GraphPlace last;  // where the last one began
+  };
+  std::vector<Uses> uses;
+  engine::LentShards lent;                 // shards of masters that a user's optimizer holds
   std::vector<at::Tensor> lent_gradients;  // their gradients, only during that optimizer's step
   std::exception_ptr fault;  // thrown by a hook: autograd keeps its text but not its class
   enum class Raised : uint8_t { kNone, kByModel, kByEngine };
@@ -156,7 +164,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void backward_enter(int unit, const engine::GraphPlace& since, const engine::GraphPlace& at);
   void gradient_arrived(int unit, int flat, int slot);
   void take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
-  void complete_frozen(int except, const engine::GraphPlace& at);
+  void complete_open(int except, const engine::GraphPlace& at);
   void unit_complete(int unit);
   void end_backward();
   void make_plans();
