@@ -20,13 +20,21 @@ TIERS = {
     "device": {},
     "optimizer-host": {"optimizer": HOST},
     "optimizer-disk": {"optimizer": DISK},
+    "gradients-host": {"optimizer": HOST, "gradients": HOST},
     "all-host": {"optimizer": HOST, "params": HOST, "gradients": HOST},
     "all-disk": {"optimizer": DISK, "params": DISK, "gradients": DISK},
+}
+# What the matrix does not have, with the other tiers of gradients, by name: a model, the groups of
+# the optimizer and more of the config.
+WAYS = {
+    "groups": ("gpt", True, {}),
+    "buffers": ("conv_net", False, {"activations": {"checkpoint": "unit"}}),
+    "experts": ("moe", True, {}),
 }
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hpz", "mics"]
 SHARDED = {"zero3", "hpz", "mics"}  # parameters rest in pieces, so they can rest elsewhere
 SEEDS = 3
-SAMPLE = 36
+SAMPLE, SAMPLED_WAYS = 36, 10
 
 
 def matrix() -> list[tuple[Case, str]]:
@@ -35,7 +43,7 @@ def matrix() -> list[tuple[Case, str]]:
     for world, strategy, tier, precision in itertools.product(
         worlds, STRATEGIES, TIERS, ["fp32", "bf16", "fp16"]
     ):
-        if tier.startswith("all") and strategy not in SHARDED:
+        if tier == "gradients-host" or (tier.startswith("all") and strategy not in SHARDED):
             continue
         if world == 1 and strategy in ("hpz", "mics"):
             continue
@@ -45,6 +53,22 @@ def matrix() -> list[tuple[Case, str]]:
             cells.append(
                 (Case(strategy, precision, accumulate, world, recompute, model, clip), tier)
             )
+    return cells
+
+
+def ways() -> list[tuple[Case, str, str]]:
+    """The ways with two backwards and gradients on both sides."""
+    cells = []
+    worlds = [world for world in (1, 2, 4) if world <= on_device.count()]
+    for world, strategy, tier, precision, way in itertools.product(
+        worlds, STRATEGIES, ["device", "gradients-host"], ["fp32", "bf16"], WAYS
+    ):
+        if tier != "device" and strategy in ("ddp", "zero1"):
+            continue  # their gradients are whole, so they stay on the device
+        if world < 4 and strategy in ("hpz", "mics"):
+            continue
+        model, _, _ = WAYS[way]
+        cells.append((Case(strategy, precision, 2, world, model=model), tier, way))
     return cells
 
 
@@ -60,8 +84,12 @@ def sample() -> list[tuple[Case, str]]:
 
 
 def pytest_generate_tests(metafunc):
+    full = metafunc.config.getoption("full")
+    if "way" in metafunc.fixturenames:
+        chosen = ways() if full else random.Random(5).sample(ways(), SAMPLED_WAYS)
+        ids = [f"{case}-{tier}-{way}" for case, tier, way in chosen]
+        metafunc.parametrize(("case", "tier", "way"), chosen, ids=ids)
     if "cell" in metafunc.fixturenames:
-        full = metafunc.config.getoption("full")
         chosen = matrix() if full else sample()
         metafunc.parametrize("cell", chosen, ids=[f"{case}-{tier}" for case, tier in chosen])
 
@@ -86,5 +114,13 @@ def test_device_parity(cell, device_pools, largest, tmp_path):
         compare.assert_equal(case, outcomes, largest, functools.partial(reference, device_pools))
 
 
+def test_other_ways(case, tier, way, device_pools, largest):
+    _, grouped, more = WAYS[way]
+    train = functools.partial(on_device.train, grouped=grouped, offload=TIERS[tier], **more)
+    for seed in range(SEEDS if on_device.NAME == "sim" else 1):
+        outcomes = device_pools(case.world).run(train, case, seed, "")
+        compare.assert_equal(case, outcomes, largest, functools.partial(reference, device_pools))
+
+
 def test_matrix_is_not_small():
-    assert on_device.NAME != "sim" or len(matrix()) >= 300
+    assert on_device.NAME != "sim" or (len(matrix()) >= 558 and len(ways()) >= 100)

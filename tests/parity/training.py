@@ -235,9 +235,12 @@ def train_with(case: Case, settings: dict[str, Any]) -> tuple[Run, str]:
     return train(case, **settings)
 
 
-def train(case: Case, device: str = "cpu", **overrides: Any) -> tuple[Run, str]:
+def train(
+    case: Case, device: str = "cpu", grouped: bool = False, **overrides: Any
+) -> tuple[Run, str]:
     """On a rank: `case`, with `overrides` of its config, by Penstock; the run (gradients and
-    weights on rank 0 only) and the digest of the model that close() leaves."""
+    weights on rank 0 only) and the digest of the model that close() leaves. `grouped`: every
+    second parameter is in another group of torch's optimizer, with the same settings."""
     import penstock  # noqa: PLC0415 - the reference does without
 
     model = moved(zoo.build(case.model, case.recompute), device)
@@ -248,7 +251,13 @@ def train(case: Case, device: str = "cpu", **overrides: Any) -> tuple[Run, str]:
     config = case.config() | overrides
     if torch.device(device).type == "cpu":
         config["comm"] = {"backend": back_ends.of_case(case)} | config["comm"]
-    engine = penstock.initialize(model, config)
+    optimizer = None
+    if grouped:
+        del config["optimizer"]
+        params = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": params[::2]}, {"params": params[1::2]}]
+        optimizer = torch.optim.AdamW(groups, **ADAMW)
+    engine = penstock.initialize(model, config, optimizer=optimizer)
     assert [p.dtype for p in model.parameters()] == dtypes, "initialize() changed dtypes"
     run = Run()
     for step, batch in enumerate(zoo.batches(case.model, case.samples)):
