@@ -49,6 +49,9 @@ def resolved(device: DeviceLike, call: str) -> torch.device:
     return torch.device(wanted.type, index)
 
 
+_MANY_CORES = 4  # of a rank, so that one thread for the optimizer is a mistake
+
+
 def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
@@ -99,6 +102,28 @@ def _warn_of_idle(device: torch.device) -> None:
         f"[front::initialize] the model is on the CPU and trains there, but this machine has "
         f'"{idle}". To train on it, pass initialize(device="{idle}"); to train on the CPU, pass '
         f'device="cpu"',
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+def warn_of_one_thread(device: torch.device, optimizer: str) -> None:
+    """Warns on a node's first rank if OMP_NUM_THREADS slows the optimizer on the host down.
+
+    Args:
+        device: where the model trains.
+        optimizer: the key `offload.optimizer`.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    cores = len(os.sched_getaffinity(0)) // ranks
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if device.type == "cpu" or optimizer == "none" or not first:
+        return
+    if os.environ.get("OMP_NUM_THREADS") != "1" or cores < _MANY_CORES:
+        return
+    warnings.warn(
+        f"[front::initialize] OMP_NUM_THREADS is 1 (torchrun sets it), so the optimizer on the "
+        f"host uses one of {cores} cores per rank. Set OMP_NUM_THREADS={cores}",
         RuntimeWarning,
         stacklevel=5,
     )
