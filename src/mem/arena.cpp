@@ -183,36 +183,38 @@ Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const
   return buffers.begin();
 }
 
+// Waits and allocates without the mutex, so that lanes with other memory go on.
 c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
-  const std::lock_guard lock(mutex_);
   const c10::OptionalDeviceGuard guard(on_device());
+  std::unique_lock lock(mutex_);
   // An arena checks its own budget first. All arenas of the pool share this budget.
   check_budget(budget_, bytes, in_use_);
-  c10::DataPtr data;
-  const int64_t slot = slot_bytes(bytes);
+  const int64_t before = in_use_, slot = slot_bytes(bytes);
+  std::optional<Unused> chosen;
   const auto unused = unused_.find(slot);
   if (unused != unused_.end()) {
-    const auto chosen = choose(unused->second, wanted);
-    // Device memory is ordered on the stream; pinned memory is used by the host, which must wait.
-    if (chosen->after && kind_ == MemoryKind::kDevice) chosen->after->block(device_.current());
-    if (chosen->after && kind_ == MemoryKind::kPinned) chosen->after->synchronize();
-    data = std::move(chosen->data);
-    unused->second.erase(chosen);
+    const auto found = choose(unused->second, wanted);
+    chosen.emplace(std::move(*found));
+    unused->second.erase(found);
     unused_bytes_ -= slot;
     if (unused->second.empty()) unused_.erase(unused);
   } else {
     evict(bytes);
-    try {
-      data = allocate(slot, bytes);
-    } catch (const std::exception& error) {
-      throw RuntimeFault(concat("[mem::Arena::take] cannot allocate ", format_bytes(bytes),
-                                " with ", format_bytes(in_use_),
-                                " in use on this rank: ", error.what()));
-    }
   }
   in_use_ += bytes;
   most_in_use_ = std::max(most_in_use_, in_use_);
-  return data;
+  lock.unlock();
+  try {
+    if (!chosen) return allocate(slot, bytes);
+    // Device memory is ordered on the stream; pinned memory is used by the host, which must wait.
+    if (chosen->after && kind_ == MemoryKind::kDevice) chosen->after->block(device_.current());
+    if (chosen->after && kind_ == MemoryKind::kPinned) chosen->after->synchronize();
+    return std::move(chosen->data);
+  } catch (const std::exception& error) {
+    forget(bytes);
+    throw RuntimeFault(concat("[mem::Arena::take] cannot allocate ", format_bytes(bytes), " with ",
+                              format_bytes(before), " in use on this rank: ", error.what()));
+  }
 }
 
 void Pool::give_back(c10::DataPtr data, int64_t bytes) {
@@ -309,16 +311,24 @@ void Arena::count(Account account, int64_t bytes) {
 }
 
 Lease Arena::take(int64_t bytes, Account account, const void* wanted) {
-  const std::lock_guard lock(mutex_);
-  check_budget(budget_, bytes, usage_.total_now);
+  {
+    const std::lock_guard lock(mutex_);
+    check_budget(budget_, bytes, usage_.total_now);
+    count(account, bytes);
+  }
   Pool& pool = pool_of(account);
   Lease lease;
-  lease.data_ = pool.take(bytes, wanted);
+  try {
+    lease.data_ = pool.take(bytes, wanted);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    count(account, -bytes);
+    throw;
+  }
   lease.device_ = pool.address(lease.data_).device;
   lease.arena_ = this;
   lease.bytes_ = bytes;
   lease.account_ = account;
-  count(account, bytes);
   return lease;
 }
 
