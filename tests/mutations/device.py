@@ -266,8 +266,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "a parameter without gradient delays its rank's reductions",
         "src/engine/step/core_state.cpp",
-        "(!expected[unit] || only_use) && unit != 0",
-        "!expected[unit] && unit != 0",
+        "(!own.expected || only_use) && unit != 0",
+        "!own.expected && unit != 0",
         Pytest((CONNECTIONS, "-k", "without_gradient"), ("_sim",)),
     ),
     Mutation(

@@ -511,8 +511,8 @@ MUTATIONS = [
     Mutation(
         "a frozen table that the head reads goes with the next backward",
         "src/engine/step/core_state.cpp",
-        "(!expected[unit] || only_use) && unit != 0 && !spans",
-        "(!expected[unit] || only_use) && unit != 0",
+        "(!own.expected || only_use) && unit != 0 && !spans",
+        "(!own.expected || only_use) && unit != 0",
         LAYERS,
     ),
     Mutation(

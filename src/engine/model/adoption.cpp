@@ -163,10 +163,12 @@ void Adoption::check_moments(const Config& config, bool external_optimizer) cons
 
 void Adoption::take(const ModelTree& tree, const Config& config,
                     const std::vector<tiles::TiledWeight>& tiled) {
+  const std::string narrow = narrow_flats();
+  size_t number = 0;
   for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
     for (const exec::Part& part : executor_.units()[unit].parts()) {
       const std::string label = concat("initial u", unit, ".", part.flat->number);
-      const at::Tensor values = take_values(part, label, tree);
+      const at::Tensor values = take_values(part, label, tree, narrow[number++] == '1');
       if (part.here) {
         executor_.values().adopt(*part.flat, values, label);
       } else {
@@ -184,11 +186,35 @@ void Adoption::take(const ModelTree& tree, const Config& config,
   }
 }
 
+// [all ranks] Returns one character per flat: '1' if the flat's parameters have its low-precision
+// dtype already, on every rank. Their values can then be sent in that dtype.
+std::string Adoption::narrow_flats() {
+  std::string mine;
+  bool any_low = false;
+  for (exec::UnitState& unit : executor_.units()) {
+    for (const exec::Part& part : unit.parts()) {
+      const exec::Flat& flat = *part.flat;
+      any_low |= flat.dtype != Dtype::kFp32;
+      const bool narrow = flat.dtype != Dtype::kFp32 &&
+                          std::all_of(flat.slots.begin(), flat.slots.end(), [&](const auto& slot) {
+                            return slot.param.scalar_type() == device::scalar_type(flat.dtype);
+                          });
+      mine += narrow ? '1' : '0';
+    }
+  }
+  if (!any_low) return mine;
+  std::string all = mine;
+  for (const std::string& one : executor_.share("dtypes of initial values", mine)) {
+    for (size_t i = 0; i < all.size(); ++i) all[i] = std::min(all[i], one[i]);
+  }
+  return all;
+}
+
 // [all ranks] Returns rank 0's values of the flat, in fp32, and gives the parameters their windows.
 // If all values are in files, there is no broadcast, and each rank reads only the values that it
 // keeps. A cut parameter is broadcast whole, and each rank takes its part.
 at::Tensor Adoption::take_values(const exec::Part& part, const std::string& label,
-                                 const ModelTree& tree) {
+                                 const ModelTree& tree, bool narrow) {
   exec::Flat& flat = *part.flat;
   at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
   const bool read = flat.tensor != TensorCut::kCut && in_files(flat, tree);
@@ -213,7 +239,9 @@ at::Tensor Adoption::take_values(const exec::Part& part, const std::string& labe
     slot.window = slot.param.storage();
   }
   if (flat.tensor != TensorCut::kCut && !read) {  // cut parameters were broadcast one by one
-    executor_.broadcast(label, full.data_ptr(), flat.numel * 4);
+    at::Tensor sent = narrow ? full.to(device::scalar_type(flat.dtype)) : full;
+    executor_.broadcast(label, sent.data_ptr(), static_cast<int64_t>(sent.nbytes()));
+    if (narrow) full.copy_(sent);
   }
   return full;
 }

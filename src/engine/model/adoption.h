@@ -46,7 +46,9 @@ class Adoption {
  private:
   void claim_here(const Config& config, const ModelDesc& model, bool external_optimizer);
   void check_moments(const Config& config, bool external_optimizer) const;
-  at::Tensor take_values(const exec::Part& part, const std::string& label, const ModelTree& tree);
+  std::string narrow_flats();
+  at::Tensor take_values(const exec::Part& part, const std::string& label, const ModelTree& tree,
+                         bool narrow);
   at::Tensor cut_values(const exec::Slot& slot, const at::Tensor& initial,
                         const std::string& label);
   void take_buffers(const ModelTree& tree, const Config& config);

@@ -203,8 +203,8 @@ std::string Core::State::Checkpointing::refusal() const {
         " backwards would be lost. Save after step() (force=True closes a window early), "
         "or drop the gradients with zero_grad()");
   }
-  if (std::any_of(state.written.begin(), state.written.end(),
-                  [](int times) { return times > 0; })) {
+  if (std::any_of(state.progress.begin(), state.progress.end(),
+                  [](const auto& unit) { return unit.written > 0; })) {
     return "[engine::save] save() was called inside gathered(write=True), but values written there "
            "become the weights only when the block ends. Save after the block";
   }

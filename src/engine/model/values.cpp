@@ -248,8 +248,8 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
   take_turn(state_->group->board(), "weights",
             "began to gather the weights, for example in state_dict()");
   state_->border->look_at_params();
-  for (size_t unit = 0; unit < state_->written.size(); ++unit) {
-    if (state_->written[unit] == 0) continue;
+  for (size_t unit = 0; unit < state_->progress.size(); ++unit) {
+    if (state_->progress[unit].written == 0) continue;
     state_->wholes->write(static_cast<int>(unit));
     state_->executor->values().refresh(static_cast<int>(unit));
   }
@@ -450,7 +450,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
     throw;
   }
   state_->driver->hold(units);
-  for (const int unit : units) state_->written[unit] += write ? 1 : 0;
+  for (const int unit : units) state_->progress[unit].written += write ? 1 : 0;
 }
 
 void Values::release(const std::vector<int>& units, bool write) {
@@ -463,7 +463,7 @@ void Values::release(const std::vector<int>& units, bool write) {
       state_->wholes->write(unit);
       state_->executor->values().refresh(unit);
     }
-    for (const int unit : units) state_->written[unit] -= write ? 1 : 0;
+    for (const int unit : units) state_->progress[unit].written -= write ? 1 : 0;
     if (!write) refuse_edits(units);
   } catch (...) {
     let_go_of(units);
@@ -530,7 +530,7 @@ void Values::refuse_edits(const std::vector<int>& units) {
 
 void Values::let_go(const std::vector<int>& units) {
   if (state_->closed) return;
-  for (const int unit : units) state_->written[unit] = 0;
+  for (const int unit : units) state_->progress[unit].written = 0;
   state_->tiled->release(units, false);
   let_go_of(units);
 }

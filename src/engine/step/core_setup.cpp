@@ -213,12 +213,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   // Each stage of this rank runs one backward per micro-batch.
   window.emplace(config.batch.accumulate * config.parallel.virtual_stages,
                  loss_scale.needs_scaling(), unit_events, config.parallel.virtual_stages);
-  waiting.assign(executor->units().size(), 0);
-  expected.assign(waiting.size(), false);
-  began.assign(waiting.size(), {});
-  entered.assign(waiting.size(), {});
-  uses.assign(waiting.size(), {});
-  written.assign(waiting.size(), 0);
+  progress.assign(executor->units().size(), {});
   make_plans();
   border.emplace(*executor, *tiled);
   adoption.commit();

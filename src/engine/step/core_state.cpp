@@ -193,8 +193,8 @@ bool Core::State::returns_to_units() {
 }
 
 void Core::State::unit_begin(int unit) {
-  began[unit] = engine::now();
-  if (engine::in_backward()) return backward_enter(unit, began[unit], engine::in_graph());
+  const engine::GraphPlace here = progress[unit].began = engine::now();
+  if (engine::in_backward()) return backward_enter(unit, here, engine::in_graph());
   // A layer that is used twice in a forward becomes a spanning unit, which stays whole for the
   // entire pass.
   if (!model.units[unit].block && !order->spans(unit) && order->enters_again(unit)) {
@@ -214,14 +214,17 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
   const bool reads_none = !model.units[unit].block && engine::only_looked_up(outputs);
   if (unit == 0 || (unit_events && !reads_none)) {
     const auto reached = [weak = weak_from_this(), unit,
-                          since = began[unit]](const engine::GraphPlace& at) {
+                          since = progress[unit].began](const engine::GraphPlace& at) {
       const auto self = weak.lock();
       if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit, since, at); });
     };
-    engine::before_backward_of(outputs, began[unit], reached);
+    engine::before_backward_of(outputs, progress[unit].began, reached);
   }
   if (engine::in_backward()) return;  // a recomputed unit stays whole until its gradients come
-  if (at::GradMode::is_enabled()) uses[unit] = {uses[unit].times + 1, began[unit]};
+  if (at::GradMode::is_enabled()) {
+    ++progress[unit].forwards;
+    progress[unit].last_forward = progress[unit].began;
+  }
   refuse_edit(*driver, *border, unit, "in forward");
   order->end(Op::kForward, unit);
   driver->leave(Op::kForward, unit);
@@ -313,19 +316,20 @@ void Core::State::start_backward(bool in_autograd) {
     make_plans();
   }
   driver->begin(section);
-  for (size_t unit = 0; unit < waiting.size(); ++unit) {
-    waiting[unit] = 0;
+  for (size_t unit = 0; unit < progress.size(); ++unit) {
+    Progress& own = progress[unit];
+    own.entered.reset();
+    own.waiting = 0;
     for (exec::Flat& flat : executor->units()[unit].flats) {
       for (exec::Slot& slot : flat.slots) {
         slot.arrived = false;
         slot.version = slot.param._version();
-        waiting[unit] += flat.trainable && slot.param.requires_grad() ? 1 : 0;
+        own.waiting += flat.trainable && slot.param.requires_grad() ? 1 : 0;
       }
     }
-    expected[unit] = waiting[unit] > 0;
+    own.expected = own.waiting > 0;
   }
   open_units.clear();
-  entered.assign(entered.size(), {});
   executor->gradients().begin_backward();
   order->begin_backward();
   if (in_autograd) {
@@ -352,7 +356,8 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   if (!unit_events) return;
   if (unit != 0) complete_open(unit, at);
   // A recomputed forward begins later in the graph than the nodes that use its values.
-  if (!entered[unit] || entered[unit]->follows(since)) entered[unit] = since;
+  Progress& own = progress[unit];
+  if (!own.entered || own.entered->follows(since)) own.entered = since;
   const bool spans = order->spans(unit);
   // In the plan of step one, the unit's lines are at the place of its module. To enter the unit
   // here would run all earlier lines of the plan.
@@ -360,8 +365,8 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
   // A unit that ran several times is older than nodes between its uses.
-  const bool only_use = uses[unit].times == 1 && uses[unit].last == since;
-  if ((!expected[unit] || only_use) && unit != 0 && !spans) add_once(open_units, unit);
+  const bool only_use = own.forwards == 1 && own.last_forward == since;
+  if ((!own.expected || only_use) && unit != 0 && !spans) add_once(open_units, unit);
 }
 
 // No gradient marks the last use of a frozen weight in backward, and none completes a unit if one
@@ -372,7 +377,8 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
 void Core::State::complete_open(int except, const engine::GraphPlace& at) {
   const std::vector<int> open = std::exchange(open_units, {});
   for (const int unit : open) {
-    if (unit == except || (entered[unit] && at.follows(*entered[unit]))) {
+    const std::optional<engine::GraphPlace>& since = progress[unit].entered;
+    if (unit == except || (since && at.follows(*since))) {
       open_units.push_back(unit);
     } else {
       unit_complete(unit);
@@ -396,7 +402,7 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   }
   // If each use of a module is recomputed in its own backward, the module gets one gradient per
   // use.
-  if (std::exchange(slot.arrived, true) || --waiting[unit] != 0) return;
+  if (std::exchange(slot.arrived, true) || --progress[unit].waiting != 0) return;
   const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
   const bool has_frozen = std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) {
     return std::any_of(one.slots.begin(), one.slots.end(),
@@ -463,14 +469,14 @@ void Core::State::unit_complete(int unit) {
   refuse_edit(*driver, *border, unit, "in backward");
   order->end(Op::kBackward, unit);
   driver->leave(Op::kBackward, unit);
-  entered[unit].reset();
+  progress[unit].entered.reset();
   std::erase(open_units, unit);
 }
 
 void Core::State::end_backward() {
   const std::shared_ptr<void> leave(nullptr, [&](void*) { calling.leave_backward(); });
   complete_open(-1, {});
-  std::fill(uses.begin(), uses.end(), Uses{});
+  for (Progress& unit : progress) unit.forwards = 0;
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
   executor->gradients().pack();

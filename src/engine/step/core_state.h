@@ -101,23 +101,25 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
     std::vector<exec::WeakNodePtr> graphs;
   };
   Forwards forwards;
-  std::vector<engine::GraphPlace> began;  // by unit: where its last forward began
-  // By unit, while the backward uses it: where the forward of that use began.
-  std::vector<std::optional<engine::GraphPlace>> entered;
-  std::vector<int> waiting;      // by unit: gradients still missing in this backward
-  std::vector<int> written;      // by unit: open gathered(write=True) blocks
-  std::vector<bool> expected;    // by unit: gradients were missing when the backward began
-  int64_t seen_before = 0;       // backwards of the window before the current one
-  double backward_weight = 1.0;  // see Values::set_backward_weight()
+  // How far the current forward and backward have come with a unit.
+  struct Progress {
+    engine::GraphPlace began;  // where its last forward began
+    // The training forwards since the last backward whose outputs have gradients: their number, and
+    // where the last of them began.
+    int forwards = 0;
+    engine::GraphPlace last_forward;
+    // While the backward uses the unit: where the forward of that use began.
+    std::optional<engine::GraphPlace> entered;
+    int waiting = 0;        // gradients still missing in this backward
+    bool expected = false;  // gradients were missing when the backward began
+    int written = 0;        // open gathered(write=True) blocks
+  };
+  std::vector<Progress> progress;  // by unit
   // Units that no gradient completes: their frozen weights may still be read, or a parameter of
   // theirs may get no gradient.
   std::vector<int> open_units;
-  // By unit: the training forwards since the last backward whose outputs have gradients.
-  struct Uses {
-    int times = 0;
-    engine::GraphPlace last;  // where the last one began
-  };
-  std::vector<Uses> uses;
+  int64_t seen_before = 0;                 // backwards of the window before the current one
+  double backward_weight = 1.0;            // see Values::set_backward_weight()
   engine::LentShards lent;                 // shards of masters that a user's optimizer holds
   std::vector<at::Tensor> lent_gradients;  // their gradients, only during that optimizer's step
   std::exception_ptr fault;  // thrown by a hook: autograd keeps its text but not its class
