@@ -11,14 +11,15 @@ BIN := .venv/bin
 TREE := build/release
 SETUP := .venv/.penstock-setup
 INSTALLED := .venv/.penstock-installed
-CPP = $$(find src include python/src tests examples benchmarks cmake -name '*.h' -o -name '*.cpp')
+CPP = $$(find src include python/src plugins tests examples benchmarks cmake \
+  -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PY := python tests tools examples benchmarks
 
 # torch is not built with the sanitizers: containers that cross its border look overflown.
 export ASAN_OPTIONS ?= detect_container_overflow=0
 export UBSAN_OPTIONS ?= print_stacktrace=1:halt_on_error=1
 
-.PHONY: help setup build build-tests package test demo demo-3d picture lint format wheel asan clean
+.PHONY: help setup build build-tests cuda-plugin package test demo demo-3d picture lint format wheel asan clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## */\1\t/p' Makefile | expand -t 10
@@ -43,6 +44,14 @@ build: $(SETUP)  ## the library and the Python package, editable, in .venv
 
 build-tests: build  ## also the C++ tests, benchmarks and examples
 	@$(MAKE) targets
+
+cuda-plugin: build  ## also libpenstock_cuda.so, the optional fused Adam; needs nvcc or ROCm
+	@echo "[cuda-plugin] cmake --preset release -DPENSTOCK_CUDA_PLUGIN=ON"
+	@cmake --preset release -DPENSTOCK_CUDA_PLUGIN=ON >$(TREE).log 2>&1 || \
+	  { cat $(TREE).log; exit 1; }
+	@cmake --build --preset release -j $(JOBS) --target penstock_cuda
+	@cmake --install $(TREE) --component cuda \
+	  --prefix "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 
 .PHONY: targets
 targets:

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 
-FOLDERS = ("src", "include", "python/src")
+FOLDERS = ("src", "include", "python/src", "plugins")
 ALLOWED = {
     "Impl": "the hidden half of a class",
     "Lane": "Status::Lane describes one of a rank's lanes",
@@ -30,7 +30,7 @@ def definitions(root: pathlib.Path) -> dict[str, list[str]]:
     found = collections.defaultdict(list)
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix not in {".h", ".cpp"} or path.stem.endswith("_test"):
+            if path.suffix not in {".h", ".cpp", ".cu"} or path.stem.endswith("_test"):
                 continue
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if match := TYPE.match(line):

@@ -25,7 +25,17 @@ AS_DEEPSPEED = "python/penstock/as_deepspeed/"  # parameter lists are DeepSpeed'
 MAX_PARAMETERS = 6
 MAX_PUBLIC_METHODS = 20
 MAX_METHODS = 30
-FOLDERS = ("include", "src", "python", "tools", "tests", "examples", "benchmarks", "cmake")
+FOLDERS = (
+    "include",
+    "src",
+    "python",
+    "plugins",
+    "tools",
+    "tests",
+    "examples",
+    "benchmarks",
+    "cmake",
+)
 
 # What must not be scanned: comments, literals, preprocessor lines (with continuations).
 NOISE = re.compile(
@@ -240,7 +250,7 @@ def sources(root: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields our source files."""
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
-            if file.suffix in (".h", ".cpp", ".py"):
+            if file.suffix in (".h", ".cpp", ".cu", ".py"):
                 yield file
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from running import Done, Runner
 
-SOURCES = ("CMakeLists.txt", "cmake", "include", "src", "python")
+SOURCES = ("CMakeLists.txt", "cmake", "include", "plugins", "src", "python")
 TESTS = ("tests", "benchmarks", "examples", "pyproject.toml")
 CMAKE_AT_LEAST = (3, 25)
 
