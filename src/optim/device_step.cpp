@@ -15,6 +15,7 @@
 
 #include "penstock/optimizer_kinds.h"
 #include "src/device/device.h"
+#include "src/optim/fused_step.h"
 
 namespace penstock::optim {
 
@@ -35,6 +36,13 @@ struct DeviceUpdate {
 
 // Runs with the same group and step count.
 using DeviceUpdates = std::vector<DeviceUpdate>;
+using GroupAndStep = std::pair<size_t, int64_t>;
+
+std::map<GroupAndStep, std::vector<StepRun>> by_group_and_step(const std::vector<StepRun>& runs) {
+  std::map<GroupAndStep, std::vector<StepRun>> alike;
+  for (const StepRun& run : runs) alike[{run.group, run.step}].push_back(run);
+  return alike;
+}
 
 // A moment in fp32. store() writes it back in the dtype of the stored moment.
 class Wide {
@@ -219,10 +227,21 @@ void publish(const std::vector<StepRun>& runs) {
   });
 }
 
+// Makes the step of all runs that the plugin can update, and returns the others.
+std::vector<StepRun> without_fused(const std::vector<OptimizerConfig>& groups,
+                                   const std::vector<StepRun>& runs, float grad_scale) {
+  std::vector<StepRun> others;
+  for (const auto& [key, alike] : by_group_and_step(runs)) {
+    if (run_fused(groups[key.first], alike, {grad_scale}, key.second)) continue;
+    others.insert(others.end(), alike.begin(), alike.end());
+  }
+  return others.size() == runs.size() ? runs : others;
+}
+
 void step_together(const std::vector<OptimizerConfig>& groups, const std::vector<StepRun>& runs,
                    float grad_scale, StepScalars* scalars) {
   const std::vector<at::Tensor> gradients = wide_gradients(runs, grad_scale, &scalars->scale);
-  std::map<std::pair<size_t, int64_t>, DeviceUpdates> alike;  // by group and step count
+  std::map<GroupAndStep, DeviceUpdates> alike;
   for (size_t i = 0; i < runs.size(); ++i) {
     const auto& [range, moment1, moment2, group, step] = runs[i];
     alike[{group, step}].push_back(
@@ -255,7 +274,7 @@ void run_on_device(const std::vector<OptimizerConfig>& groups, const std::vector
   const device::Unseen unseen;
   std::vector<StepRun> together;
   int64_t room = kTogether;
-  for (StepRun run : runs) {
+  for (StepRun run : without_fused(groups, runs, grad_scale)) {
     while (run.range.numel > 0) {
       together.push_back(take_first(run, std::min(room, run.range.numel)));
       room -= together.back().range.numel;

@@ -56,7 +56,7 @@ std::optional<FusedPlugin> find_plugin() {
   return plugin;
 }
 
-PenstockFusedRun plain(const FusedRun& run) {
+PenstockFusedRun plain(const StepRun& run) {
   const Range& range = run.range;
   return {range.master,
           range.grad,
@@ -141,8 +141,8 @@ void FusedPlugin::launch(std::span<const PenstockFusedRun> runs, const PenstockF
                             "). Set PENSTOCK_CUDA_PLUGIN to nothing to run without the plugin"));
 }
 
-bool run_fused(const OptimizerConfig& group, std::span<const FusedRun> runs,
-               const FusedScale& scale, int64_t step) {
+bool run_fused(const OptimizerConfig& group, std::span<const StepRun> runs, const FusedScale& scale,
+               int64_t step) {
   const bool is_adam = group.type == OptimizerType::kAdam || group.type == OptimizerType::kAdamW;
   if (!is_adam || runs.empty() || runs.front().range.device == nullptr) return false;
   const device::Device& device = *runs.front().range.device;
@@ -152,7 +152,7 @@ bool run_fused(const OptimizerConfig& group, std::span<const FusedRun> runs,
   if (plugin == nullptr) return false;
   std::vector<PenstockFusedRun> list;
   list.reserve(runs.size());
-  for (const FusedRun& run : runs) {
+  for (const StepRun& run : runs) {
     PENSTOCK_ASSERT(run.range.device == &device, "[optim::run_fused] runs on several devices");
     list.push_back(plain(run));
   }

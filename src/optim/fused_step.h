@@ -11,15 +11,9 @@
 
 #include "penstock/config.h"
 #include "src/optim/fused_plugin.h"
-#include "src/optim/kernels.h"
+#include "src/optim/optimizer_step.h"
 
 namespace penstock::optim {
-
-// A contiguous range of a flat in the memory of a device, and its moments.
-struct FusedRun {
-  Range range;
-  void *moment1 = nullptr, *moment2 = nullptr;  // values of range.moment_dtype
-};
 
 // What multiplies the gradients: a product, in fp32, of a factor that the host knows and one that
 // was computed on the device.
@@ -52,9 +46,9 @@ class FusedPlugin {
 
 // Updates the runs of one parameter group if the plugin can: all runs are on the same CUDA or HIP
 // device, and the optimizer is Adam or AdamW. Returns false, and does nothing, if it cannot. All
-// runs make the same `step`, which is 1 for the first update; a step that found_inf prevented is
-// not counted. The work is queued on the calling thread's stream.
-bool run_fused(const OptimizerConfig& group, std::span<const FusedRun> runs,
-               const FusedScale& scale, int64_t step);
+// runs make the same `step` (StepRun::step is not read), which is 1 for the first update; a step
+// that found_inf prevented is not counted. The work is queued on the calling thread's stream.
+bool run_fused(const OptimizerConfig& group, std::span<const StepRun> runs, const FusedScale& scale,
+               int64_t step);
 
 }  // namespace penstock::optim

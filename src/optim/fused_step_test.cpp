@@ -62,7 +62,7 @@ void choose_plugin(const char* path) { setenv("PENSTOCK_CUDA_PLUGIN", path, /*re
 // A run of three values, and its memory.
 struct SmallRun {
   float master[3] = {1, 2, 3}, grad[3] = {1, -1, 0}, moment1[3] = {}, moment2[3] = {};
-  FusedRun run(const device::Device* device) {
+  StepRun run(const device::Device* device) {
     Range range;
     range.master = master;
     range.grad = grad;
@@ -96,9 +96,9 @@ TEST(RunFused, UpdatesRunsOnCudaWithThePluginOfTheVariable) {
   choose_plugin(PENSTOCK_PLUGIN_ON_HOST);
   const device::Device cuda(c10::Device(c10::kCUDA, 0));
   SmallRun ours[2], expected;
-  const std::vector<FusedRun> runs = {ours[0].run(&cuda), ours[1].run(&cuda)};
+  const std::vector<StepRun> runs = {ours[0].run(&cuda), ours[1].run(&cuda)};
   ASSERT_TRUE(run_fused(adamw(), runs, {.host = 0.5F}, 1));
-  const FusedRun same = expected.run(nullptr);
+  const StepRun same = expected.run(nullptr);
   adam(same.range, same.moment1, same.moment2,
        {.lr = 0.1, .weight_decay = adamw().weight_decay, .grad_scale = 0.5F});
   for (const SmallRun& one : ours) {
@@ -123,7 +123,7 @@ TEST(RunFused, EverySettingArrives) {
     const float scale = 0.25F, found_inf = 0.0F;
     const FusedScale both{.host = 3.0F, .device = &scale, .found_inf = &found_inf};
     ASSERT_TRUE(run_fused(group, std::vector{ours.run(&cuda)}, both, 5));
-    const FusedRun same = expected.run(nullptr);
+    const StepRun same = expected.run(nullptr);
     adam(same.range, same.moment1, same.moment2, {0.03, 0.7, 0.6, 0.02, 0.2, decoupled, 0.75F, 5});
     for (int i = 0; i < 3; ++i) {
       EXPECT_NEAR(ours.master[i], expected.master[i], 1e-6);
@@ -157,7 +157,7 @@ TEST(RunFused, SaysWhichStepFailed) {
   choose_plugin(PENSTOCK_PLUGIN_ON_HOST);
   const device::Device cuda(c10::Device(c10::kCUDA, 0));
   SmallRun run;
-  FusedRun wrong = run.run(&cuda);
+  StepRun wrong = run.run(&cuda);
   wrong.moment2 = nullptr;
   try {
     run_fused(adamw(), std::vector{wrong}, {}, 7);
@@ -192,7 +192,7 @@ constexpr int kRan = 100;
   c10::WarningUtils::set_warning_handler(&warnings);
   const device::Device cuda(c10::Device(c10::kCUDA, 0));
   SmallRun run;
-  const std::vector<FusedRun> runs = {run.run(&cuda)};
+  const std::vector<StepRun> runs = {run.run(&cuda)};
   const bool ran = run_fused(adamw(), runs, {}, 1) && run_fused(adamw(), runs, {}, 2);
   std::exit(ran && run.changed() ? kRan : warnings.count());  // NOLINT(concurrency-mt-unsafe)
 }
