@@ -27,7 +27,7 @@ import torch
 import watched
 from accelerator import Deadline
 from gpu_runs import SIZES
-from measure import write_json
+from measure import read_json, write_json
 from torch.profiler import ProfilerActivity, profile
 
 TRAINERS = ("torch bf16", "ours device", "ours host optimizer")
@@ -142,10 +142,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
 
 def earlier(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By size and trainer, what an earlier call counted."""
-    path = pathlib.Path(options.json or "")
-    found: dict[str, dict[str, Any]] = {}
-    if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))["by_size"]
+    found = read_json(options.json).get("by_size", {})
     counted = {
         size: {n: o for n, o in ones.items() if "kernels" in o} for size, ones in found.items()
     }

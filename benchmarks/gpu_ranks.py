@@ -12,9 +12,7 @@ same processes measure an all-gather of a block, the limit of the wire.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import pathlib
 import statistics
 import traceback
 from typing import Any
@@ -27,7 +25,7 @@ import torch.distributed as dist
 import watched
 from accelerator import Deadline
 from gpu_runs import GIB, GPTConfig, Run, Size, count, gap, unit_params
-from measure import rank_environment, ratio, write_json
+from measure import rank_environment, ratio, read_json, write_json
 
 MOST_ROUNDS = 9
 LEAST_S = 25.0  # of the processes of a group
@@ -189,10 +187,7 @@ def errors_of(group: dict[str, Any]) -> dict[str, str]:
 
 def earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Groups of an earlier call that trained."""
-    path = pathlib.Path(options.json or "")
-    if not path.is_file():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8")).get("groups", [])
+    found = read_json(options.json).get("groups", [])
     return [one for one in found if any(one.get("seconds", {}).values())]
 
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import pathlib
 import statistics
 import tempfile
 import traceback
@@ -30,7 +28,7 @@ import torch
 import watched
 from accelerator import Deadline
 from gpu_runs import GIB, SIZES, Rounds, Run, Size, count, flops, gap, started
-from measure import ratio, write_json
+from measure import ratio, read_json, write_json
 
 MOST_ROUNDS = 9
 LEAST_S = 15.0  # of a process
@@ -204,10 +202,7 @@ def summarized(found: list[dict[str, Any]], size: Size, whole: dict[str, Any]) -
 
 def earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What processes of an earlier call found, of trainers that got through."""
-    path = pathlib.Path(options.json or "")
-    if not (options.go_on and path.is_file()):
-        return []
-    found = json.loads(path.read_text(encoding="utf-8")).get("processes", [])
+    found = read_json(options.json if options.go_on else None).get("processes", [])
     return [group for group in found if any(group.get("seconds", {}).values())]
 
 

@@ -168,3 +168,12 @@ def machine() -> dict[str, Any]:
 def write_json(path: str | None, figures: Any) -> None:
     if path:
         pathlib.Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | None) -> dict[str, Any]:
+    """The figures of an earlier call; empty if there is no such file."""
+    file = pathlib.Path(path or "")
+    found: dict[str, Any] = {}
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
+    return found
