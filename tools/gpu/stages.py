@@ -275,6 +275,7 @@ def device_tests(check: Check, limit_s: float) -> Outcome:
 # ---- benchmarks
 
 
+IMPORT_S = 20.0  # of a benchmark's modules, before its budget begins, and to end
 UNFINISHED = 3  # exit code of a benchmark that had time only for a part
 
 
@@ -287,7 +288,7 @@ def benchmark(script: str, *arguments: str) -> Callable[[Check, float], Outcome]
         path = check.figures / f"{name}-{check.key}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, f"benchmarks/{script}", "--device", check.device, *arguments]
-        command += ["--budget-s", f"{max(10.0, limit_s - 10.0):.0f}", "--json", str(path)]
+        command += ["--budget-s", f"{max(10.0, limit_s - IMPORT_S):.0f}", "--json", str(path)]
         done = check.runner.run(name, command, limit_s)
         written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         outcome = Outcome.of(done, **written)
