@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,16 +53,44 @@ def is_real(device: torch.device) -> bool:
     return device.type not in ("cpu", "sim")
 
 
+def count(device: torch.device) -> int:
+    """How many devices there are; of simulated ones, as many as are worth a process each."""
+    return 2 if device.type == "sim" else torch.accelerator.device_count()
+
+
 def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
+def _back_ends(device: torch.device) -> str:
+    known = {"cpu": "gloo", "sim": "cpu:gloo,sim:simccl", "cuda": "cpu:gloo,cuda:nccl"}
+    return known.get(device.type, f"cpu:gloo,{device.type}:xccl")
+
+
 def join_alone(device: torch.device) -> None:
-    """A process group of this process alone, which FSDP2 needs."""
-    backends = {"cpu": "gloo", "sim": "cpu:gloo,sim:simccl", "cuda": "cpu:gloo,cuda:nccl"}
-    backend = backends.get(device.type, f"cpu:gloo,{device.type}:xccl")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    """Makes a process group of this process alone, which FSDP2 needs."""
+    dist.init_process_group(_back_ends(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def join(device: torch.device) -> None:
+    """Joins the process group of the launcher; all ranks call it."""
+    dist.init_process_group(_back_ends(device))
+
+
+def meet(device: torch.device) -> None:
+    """Waits for the device and, if there are several ranks, for theirs."""
+    synchronize(device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(torch.zeros(1))  # over gloo: nothing is queued on the device
+
+
+def over_ranks(values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+    """Returns the values reduced over all ranks, which all call it."""
+    found = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(found, how)
+    return found.tolist()
 
 
 def described(device: torch.device) -> dict[str, Any]:
@@ -94,6 +124,28 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()
+
+
+def used_bytes(device: torch.device) -> int:
+    """What all processes use of a CUDA device, contexts included; 0 on other devices."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def contexts(device: torch.device) -> int:
+    """On how many devices this process has memory; 0 if that is unknown."""
+    if device.type == "sim":
+        return len(sys.modules["sim"].contexts())
+    if device.type != "cuda":
+        return 0
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return done.stdout.split().count(str(os.getpid()))
 
 
 def forget_unused(device: torch.device) -> None:
@@ -230,9 +282,13 @@ def take_turns(
     steps: int,
     may_go_on: Callable[[dict[str, list[float]]], bool],
 ) -> None:
-    """Seconds per step of every action, round after round while `may_go_on`, which is given those
-    so far. An action is a step, and what waits for all that steps left under way; in its turn it
-    steps once untimed, then `steps` times timed. The order turns by one from round to round."""
+    """Measures the seconds per step of every action in rounds, as long as `may_go_on`, which gets
+    the seconds so far, is true.
+
+    An action is a step and a call that waits for all that steps left under way. In its turn it
+    steps once untimed, then `steps` times timed. The order turns by one from round to round. If
+    there are several ranks, all call this, and `may_go_on` must be equal on all.
+    """
     names = list(actions)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     count = 0
@@ -241,11 +297,11 @@ def take_turns(
         for name in names[shift:] + names[:shift]:
             step, finish = actions[name]
             step()
-            synchronize(device)
+            meet(device)
             begin = time.perf_counter()
             for _ in range(steps):
                 step()
-            synchronize(device)
+            meet(device)
             seconds[name].append((time.perf_counter() - begin) / steps)
             finish()
             synchronize(device)

@@ -1,12 +1,13 @@
 """The link between a device and pinned host memory: the engine's moves beside plain copies.
 
-    python benchmarks/gpu_link.py [--device cuda] [--budget-s 60] [--json FILE]
+    python benchmarks/gpu_link.py [--device cuda] [--budget-s 120] [--json FILE]
 
 Plain copies between pinned memory and the device are timed in several sizes, one way and both ways
 at once; the best of each is the limit. The engine trains a chain of large layers on one row of
-input, so next to nothing is computed: with parameters and gradients on the host its forward takes
-as long as the parameters take to the device, and its backward as long as they take once more while
-the gradients, as many bytes, come back.
+input, so next to nothing is computed. Its units have 64 MiB, of which several move ahead with a
+large `prefetch_bytes`, or 400 MB, as a block of a 7B model has, of which one does. With parameters
+and gradients on the host, a forward takes as long as the parameters take to the device, and a
+backward as long as they take once more while the gradients, as many bytes, come back.
 """
 
 from __future__ import annotations
@@ -52,9 +53,27 @@ class Chain(nn.Module):
         return x.float().square().mean()
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A chain of layers, and the setting `prefetch_bytes`."""
+
+    layers: int
+    width: int
+    wide: int
+    prefetch_bytes: int
+
+
+REAL = (
+    Case(32, 4096, 8192, 64 * MIB),
+    Case(32, 4096, 8192, 256 * MIB),
+    Case(8, 8192, 24576, 64 * MIB),
+)
+SMALL = (Case(6, 64, 256, 64 * MIB), Case(3, 128, 768, MIB // 8))
+
+
 @dataclasses.dataclass
 class Engine:
-    """What the engine reached with one setting of `prefetch_bytes`."""
+    """What the engine reached in one case."""
 
     prefetch_bytes: int
     unit_bytes: int
@@ -80,13 +99,12 @@ def timed(device: torch.device, times: list[float], action: Any) -> Any:
     return result
 
 
-def through_engine(device: torch.device, prefetch_bytes: int, deadline: Deadline) -> Engine:
-    real = accelerator.is_real(device)
-    layers, width, wide = (32, 4096, 8192) if real else (6, 64, 256)
+def through_engine(device: torch.device, case: Case, deadline: Deadline) -> Engine:
     torch.manual_seed(0)
     with torch.device(device):
-        model = Chain(layers, width, wide)
-    found = Engine(prefetch_bytes, 2 * width * wide, 2 * layers * width * wide)
+        model = Chain(case.layers, case.width, case.wide)
+    unit_bytes = 2 * case.width * case.wide
+    found = Engine(case.prefetch_bytes, unit_bytes, case.layers * unit_bytes)
     engine = penstock.initialize(
         model,
         strategy="zero3",
@@ -94,9 +112,9 @@ def through_engine(device: torch.device, prefetch_bytes: int, deadline: Deadline
         units={"modules": [Layer.__name__]},
         offload={"optimizer": "host", "params": "host", "gradients": "host"},
         optimizer={"type": "SGD", "lr": 1e-4},  # reads least on the host
-        prefetch_bytes=prefetch_bytes,
+        prefetch_bytes=case.prefetch_bytes,
     )
-    x = torch.randn(1, width, device=device, dtype=torch.bfloat16)
+    x = torch.randn(1, case.width, device=device, dtype=torch.bfloat16)
     rounds = 0
     while rounds < 3 or (rounds < 12 and deadline.left_s() > 0):
         loss = timed(device, found.forward_s, functools.partial(engine, x))
@@ -117,14 +135,14 @@ def report(whole: dict[str, Any]) -> None:
             for kind, width in (("to_device", 11), ("to_host", 9), ("both", 8))
         )
         print(f"{int(size) // MIB:>15} MiB   {cells}")
-    print(
-        f"\n{'the engine, prefetch':<22}{'forward':>11}{'of best':>9}{'backward':>10}{'of best':>9}"
-    )
+    print(f"\n{'units':>10}{'prefetch':>12}{'forward':>11}{'of best':>9}{'backward':>10}", end="")
+    print(f"{'of best':>9}")
     for one in whole["engine"]:
         rates, best = one["rates"], whole["best"]
         both = best.get("both", best["to_device"])
         print(
-            f"{one['prefetch_bytes'] // MIB:>15} MiB   {rates['to_device'] / GB:>11.1f}"
+            f"{one['unit_bytes'] / 1e6:>7.1f} MB{one['prefetch_bytes'] / 1e6:>9.1f} MB"
+            f"{rates['to_device'] / GB:>11.1f}"
             f"{rates['to_device'] / best['to_device']:>9.2f}{rates['both'] / GB:>10.1f}"
             f"{rates['both'] / both:>9.2f}"
         )
@@ -133,7 +151,7 @@ def report(whole: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help='"cuda", "sim", "cpu"')
-    parser.add_argument("--budget-s", type=float, default=60.0)
+    parser.add_argument("--budget-s", type=float, default=120.0)
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()
     deadline = Deadline(options.budget_s)
@@ -144,8 +162,9 @@ def main() -> None:
     best = {kind: max(rates[kind] for rates in copies.values()) for kind in kinds}
     whole = {"machine": accelerator.described(device), "copies": copies, "best": best, "engine": []}
     write_json(options.json, whole)
-    for prefetch_bytes in (64 * MIB, 256 * MIB):
-        found = through_engine(device, prefetch_bytes, Deadline(deadline.left_s() / 2))
+    cases = REAL if accelerator.is_real(device) else SMALL
+    for index, case in enumerate(cases):
+        found = through_engine(device, case, Deadline(deadline.left_s() / (len(cases) - index)))
         whole["engine"].append(dataclasses.asdict(found) | {"rates": found.rates()})
         write_json(options.json, whole)
     report(whole)

@@ -16,13 +16,14 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from typing import Any
 
 import accelerator
+import gpu_runs
 import torch
+import watched
 from accelerator import Deadline
 from measure import write_json
 
@@ -33,10 +34,11 @@ from gpt import GPT, Block, GPTConfig  # noqa: E402
 
 GIB = 2.0**30
 STEPS = 3
+PINNED_BYTES = 4.0  # per parameter: weights and gradients in bf16, in pinned memory
 PARTS = (0.6, 0.8, 0.9, 1.0, 1.1)  # of the blocks that are predicted to fit
+ENOUGH_S = 400.0  # a larger budget would not be spent on more
+UNFINISHED = 3  # exit code: what is left would be done with more time
 HOST_SHARE = 0.94  # of what is free, for the prediction
-LEAST_FREE = 2 * GIB  # a try that leaves the system less is ended
-POLL_S = 0.1
 
 
 def parse_options() -> argparse.Namespace:
@@ -54,7 +56,7 @@ def parse_options() -> argparse.Namespace:
     add("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     real = options.device not in ("cpu", "sim")
-    options.width = options.width or (5120 if real else 128)
+    options.width = options.width or (4608 if real else 128)
     options.context = options.context or (2048 if real else 64)
     return options
 
@@ -111,8 +113,10 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def predicted_bytes(options: argparse.Namespace, layers: int) -> tuple[int, int]:
-    """Device and host, by `penstock plan`."""
+    """Returns the bytes of device and host that `penstock plan` predicts; on the host, with what
+    torch adds when it rounds pinned blocks up to powers of two, which the plan does not count."""
     config = config_of(options, layers)
+    rounded = (gpu_runs.pinned_rounding(config) - 1.0) * PINNED_BYTES * gpu_runs.count(config)[0]
     model = f"gpt:layers={layers},hidden={config.width},vocab={config.vocab},seq={config.context}"
     command = [sys.executable, "-m", "penstock", "plan", "--model", model, "--world", "1"]
     command += ["--config", json.dumps(settings(options.moments)), "--json"]
@@ -121,7 +125,7 @@ def predicted_bytes(options: argparse.Namespace, layers: int) -> tuple[int, int]
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
     for one in json.loads(done.stdout)["alternatives"]:
         if (one["strategy"], one["optimizer"], one["params"]) == ("zero3", "host", "host"):
-            return one["device"], one["host"]
+            return one["device"], int(one["host"] + rounded)
     raise SystemExit(f"penstock plan knows no zero3 with all on the host: {done.stdout[:500]}")
 
 
@@ -134,42 +138,10 @@ def predicted_layers(options: argparse.Namespace, host_bytes: float) -> int:
 
 
 def attempt(options: argparse.Namespace, layers: int, limit_s: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = pathlib.Path(folder) / "result.json", pathlib.Path(folder) / "log"
-        command = [sys.executable, __file__, "--layers", str(layers), "--result", str(result)]
-        for name in ("device", "width", "batch", "context", "moments"):
-            command += [f"--{name}", str(getattr(options, name))]
-        with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
-        why, least = watch(process, limit_s)
-        found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-        text = log.read_text(encoding="utf-8", errors="replace")
-    if not why and process.returncode != 0:
-        why = f"exit code {process.returncode}: {text[-1500:]}"
-    return {"why_not": why, "least_available_bytes": least, "step_s": []} | found
-
-
-def watch(process: subprocess.Popen[bytes], limit_s: float) -> tuple[str, int]:
-    """Until it ends; why it was ended, or "", and the least memory that the system had left."""
-    deadline, least = Deadline(limit_s), accelerator.available_bytes()
-    while process.poll() is None:
-        least = min(least, accelerator.available_bytes())
-        why = ""
-        if least < LEAST_FREE:
-            why = f"memory: {least / GIB:.1f} GiB were left to the system"
-        elif deadline.left_s() <= 0:
-            why = f"time: not done in {limit_s:.0f} s"
-        if why:
-            process.kill()
-            process.wait()
-            return why, least
-        time.sleep(POLL_S)
-    return "", least
-
-
-def num_params(config: GPTConfig) -> int:
-    with torch.device("meta"):
-        return sum(param.numel() for param in GPT(config).parameters())
+    command = [__file__, "--layers", str(layers)]
+    for name in ("device", "width", "batch", "context", "moments"):
+        command += [f"--{name}", str(getattr(options, name))]
+    return {"error": "", "step_s": []} | watched.run(command, limit_s)
 
 
 def try_sizes(options: argparse.Namespace, whole: dict[str, Any], deadline: Deadline) -> None:
@@ -179,10 +151,11 @@ def try_sizes(options: argparse.Namespace, whole: dict[str, Any], deadline: Dead
         layers = max(1, int(part * whole["predicted_layers"]))
         if deadline.left_s() < 20.0 + 1.4 * last_s:
             whole["ended"] = f"no time for {layers} blocks"
+            whole["unfinished"] = options.budget_s < ENOUGH_S
             return
         begin = time.monotonic()
         config = config_of(options, layers)
-        params = num_params(config)
+        params = gpu_runs.count(config)[0]
         one = attempt(options, layers, deadline.left_s() - 5.0)
         last_s = time.monotonic() - begin
         device_bytes, host_bytes = predicted_bytes(options, layers)
@@ -193,8 +166,8 @@ def try_sizes(options: argparse.Namespace, whole: dict[str, Any], deadline: Dead
         tries.append(one)
         show(one)
         write_json(options.json, whole)
-        if one["why_not"]:
-            whole["ended"] = f"{layers} blocks: {one['why_not'].strip().splitlines()[-1]}"
+        if one["error"]:
+            whole["ended"] = f"{layers} blocks: {one['error'].strip().splitlines()[-1]}"
             return
     whole["ended"] = "all sizes passed"
 
@@ -206,11 +179,11 @@ def show(one: dict[str, Any]) -> None:
     step_s = min(one["step_s"], default=0.0)
     speed = f"step {step_s:.2f} s, {one.get('tokens_per_s', 0.0):.0f} tokens/s"
     device = f"device {one.get('device_bytes', 0) / GIB:.1f} GiB"
-    outcome = "FAILED" if one["why_not"] else "passed"
+    outcome = "FAILED" if one["error"] else "passed"
     size = f"{one['layers']:>4} blocks {one['params'] / 1e9:8.3f}e9"
     print(f"{size}  {outcome}  {speed}  {host}, {left}  {device}  {one['seconds']:.0f} s in all")
-    if one["why_not"]:
-        print(one["why_not"][-600:])
+    if one["error"]:
+        print(one["error"][-600:])
 
 
 def main() -> None:
@@ -230,10 +203,12 @@ def main() -> None:
         try_sizes(options, whole, deadline)
     except (OSError, ValueError):
         whole["ended"] = traceback.format_exc()[-2000:]
-    passed = [one for one in whole.get("tries", []) if not one["why_not"]]
+    passed = [one for one in whole.get("tries", []) if not one["error"]]
     whole["largest"] = max((one["params"] for one in passed), default=0)
     print(f"largest: {whole['largest'] / 1e9:.3f}e9 parameters; {whole['ended']}")
     write_json(options.json, whole)
+    if whole.get("unfinished"):
+        raise SystemExit(UNFINISHED)
     if not passed:
         raise SystemExit("no size passed")
 

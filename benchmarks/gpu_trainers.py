@@ -1,4 +1,5 @@
-"""One training step on a device: plain torch, FSDP2 and Penstock's tiers, for gpu_train.py.
+"""One training step on a device: plain torch, DDP, FSDP2, DeepSpeed and Penstock's strategies and
+tiers, for the benchmarks gpu_*.py.
 
 `make(name, build, settings)` returns a trainer with `step(inputs, targets)`, a whole step (forward,
 backward, clipping, AdamW) that returns the loss, and `finish()`, after which nothing that a step
@@ -13,10 +14,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import peers
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import penstock
@@ -25,11 +28,12 @@ HOST, DISK = "host", "disk"
 ALL = ("optimizer", "params", "gradients")
 # Ours, by name: the strategy and the tiers. Alone on a device "ddp" has everything whole on it;
 # what rests elsewhere does so with "zero3".
-TIERS: dict[str, dict[str, Any]] = {
-    "ours device": {},
-    "ours host optimizer": {"optimizer": HOST, "late_update": True},
-    "ours all on host": {name: HOST for name in ALL} | {"late_update": True},
-    "ours all on disk": {name: DISK for name in ALL} | {"late_update": True},
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ours device": ("ddp", {}),
+    "ours host optimizer": ("zero3", {"optimizer": HOST, "late_update": True}),
+    "ours all on host": ("zero3", {name: HOST for name in ALL} | {"late_update": True}),
+    "ours all on disk": ("zero3", {name: DISK for name in ALL} | {"late_update": True}),
+    **{f"ours {name}": (name, {}) for name in ("zero1", "zero2", "zero3")},
 }
 
 
@@ -115,7 +119,7 @@ class TorchMasters(Torch):
 
 
 class FSDP2(Torch):
-    """fully_shard on every block and on the whole model, on one rank: bf16 parameters and
+    """fully_shard on every block and on the whole model, over all ranks: bf16 parameters and
     reductions; `offload`: its state rests in pinned host memory, where torch's fused AdamW runs."""
 
     def __init__(self, build: Build, settings: Settings, offload: bool = False):
@@ -124,7 +128,7 @@ class FSDP2(Torch):
 
     def _prepare(self) -> None:
         bf16 = torch.bfloat16
-        mesh = dist.init_device_mesh(self._settings.device.type, (1,))
+        mesh = dist.init_device_mesh(self._settings.device.type, (dist.get_world_size(),))
         options: dict[str, Any] = {"mesh": mesh}
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
         if self._offload:
@@ -140,13 +144,33 @@ class FSDP2(Torch):
         return loss
 
 
-class Penstock:
-    """The engine, with state where `tiers` says."""
+class DDP(Torch):
+    """DistributedDataParallel around the usual loop: fp32 gradients on the wire."""
 
-    def __init__(self, build: Build, settings: Settings, tiers: dict[str, Any]):
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._model = DistributedDataParallel(self._model, gradient_as_bucket_view=True)
+
+
+class DeepSpeed(peers.DeepSpeed):
+    """ZeRO of the given stage: bf16 parameters and gradients, torch's fused AdamW."""
+
+    def __init__(self, build: Build, settings: Settings, stage: int):
+        model = build()
+        recompute_blocks(model, settings)
+        super().__init__(model, peers.Settings(lr=settings.lr, clip=settings.clip), stage)
+
+    def finish(self) -> None:
+        pass
+
+
+class Penstock:
+    """The engine with a strategy, and state where `tiers` says."""
+
+    def __init__(self, build: Build, settings: Settings, strategy: str, tiers: dict[str, Any]):
         adam = {"type": "AdamW", "lr": settings.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}
         config: dict[str, Any] = {
-            "strategy": "zero3" if tiers else "ddp",
+            "strategy": strategy,
             "precision": "bf16",
             "optimizer": adam,
             "clip": settings.clip,
@@ -174,14 +198,16 @@ class Penstock:
                 self.engine(*self._last)
 
 
-Trainer = Torch | Penstock
+Trainer = Torch | DeepSpeed | Penstock
 PEERS: dict[str, Callable[[Build, Settings], Trainer]] = {
     "torch autocast": Torch,
     "torch bf16": TorchMasters,
     "FSDP2": FSDP2,
     "FSDP2 host": functools.partial(FSDP2, offload=True),
+    "DDP": DDP,
+    **{name: functools.partial(DeepSpeed, stage=int(name[-1])) for name in peers.DEEPSPEED},
 }
-# In this order they share processes, as far as memory allows.
+# In this order they share processes, as far as memory allows: on one rank, and on several.
 NAMES = (
     "torch bf16",
     "ours device",
@@ -192,26 +218,64 @@ NAMES = (
     "FSDP2 host",
     "ours all on disk",
 )
+RANKS = (
+    "FSDP2",
+    "ours zero3",
+    "ours zero2",
+    "ours zero1",
+    "DDP",
+    "DeepSpeed-3",
+    "DeepSpeed-2",
+    "DeepSpeed-1",
+)
 NEED_DEVICE = {"FSDP2 host"}
-# Bytes per parameter where state rests: on the device, in host memory, on disk. Of pinned memory
-# torch's allocator takes up to the next power of two, here a third more.
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Per parameter, where state rests: on each device, and in all on the devices of all ranks; in
+    host memory, and there in pinned memory; on disk."""
+
+    device: float = 0.0
+    shard: float = 0.0
+    host: float = 0.0
+    pinned: float = 0.0
+    disk: float = 0.0
+
+
 BYTES = {
-    "torch bf16": (14.0, 0.0, 0.0),
-    "torch autocast": (12.0, 0.0, 0.0),
-    "FSDP2": (12.0, 0.0, 0.0),
-    "FSDP2 host": (0.5, 17.0, 0.0),
-    "ours device": (14.0, 0.0, 0.0),
-    "ours host optimizer": (2.5, 14.7, 0.0),
-    "ours all on host": (0.5, 17.4, 0.0),
-    "ours all on disk": (0.5, 1.0, 16.0),
+    "torch bf16": Bytes(device=14.0),
+    "torch autocast": Bytes(device=12.0),
+    "FSDP2": Bytes(shard=12.0),
+    "FSDP2 host": Bytes(device=0.5, host=17.0),
+    "ours device": Bytes(device=14.0),
+    "ours host optimizer": Bytes(device=2.5, host=12.0, pinned=2.0),
+    "ours all on host": Bytes(device=0.5, host=12.0, pinned=4.0),
+    "ours all on disk": Bytes(device=0.5, host=1.0, disk=16.0),
+    "ours zero1": Bytes(device=4.0, shard=12.0),
+    "ours zero2": Bytes(device=2.0, shard=14.0),
+    "ours zero3": Bytes(shard=16.0),
+    "DDP": Bytes(device=16.0),
+    "DeepSpeed-1": Bytes(device=4.0, shard=16.0),
+    "DeepSpeed-2": Bytes(device=2.0, shard=18.0),
+    "DeepSpeed-3": Bytes(shard=18.0),
 }
 # On the device, of the one whose turn it is: gradients, and what is cast; while one is made, its
 # model in fp32.
 WORKING_BYTES = 6.0
 
 
+def why_missing(name: str, device: torch.device) -> str:
+    """Why this trainer cannot run here; empty if it can."""
+    if name in NEED_DEVICE and device.type == "cpu":
+        return "needs an accelerator"
+    if name in peers.DEEPSPEED and device.type == "sim":
+        return "does not know the simulated device"
+    return peers.why_missing(name)
+
+
 def make(name: str, build: Build, settings: Settings) -> Trainer:
-    """Names: NAMES."""
-    if name in TIERS:
-        return Penstock(build, settings, TIERS[name])
+    """Makes a trainer of OURS or PEERS."""
+    if name in OURS:
+        return Penstock(build, settings, *OURS[name])
     return PEERS[name](build, settings)

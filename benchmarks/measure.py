@@ -100,6 +100,16 @@ def alone(make: Callable[[], Any], act: Callable[[Any], object], times: int = 4)
 # ---- ranks
 
 
+def rank_environment(nproc: int) -> dict[str, str]:
+    """Variables for that many ranks of this machine."""
+    return {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
+        "OMP_WAIT_POLICY": "passive",  # spinning threads ruin the figures on shared cores
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
 def launch(script: str, arguments: Sequence[str], nproc: int) -> Any:
     """Runs `script arguments --result FILE` on that many ranks; returns what rank 0 put in FILE.
 
@@ -109,16 +119,8 @@ def launch(script: str, arguments: Sequence[str], nproc: int) -> Any:
         result = pathlib.Path(folder) / "result.json"
         command = [sys.executable, "-m", "penstock", "run", "--nproc", str(nproc), script]
         command += [*arguments, "--result", str(result)]
-        threads = max(1, len(os.sched_getaffinity(0)) // nproc)
-        environment = {
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",  # spinning threads ruin the figures on shared cores
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        done = subprocess.run(
-            command, env=environment | dict(os.environ), text=True, stderr=subprocess.PIPE
-        )
+        environment = rank_environment(nproc) | dict(os.environ)
+        done = subprocess.run(command, env=environment, text=True, stderr=subprocess.PIPE)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-3000:]}")
         return json.loads(result.read_text(encoding="utf-8"))
@@ -166,3 +168,12 @@ def machine() -> dict[str, Any]:
 def write_json(path: str | None, figures: Any) -> None:
     if path:
         pathlib.Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | None) -> dict[str, Any]:
+    """The figures of an earlier call; empty if there is no such file."""
+    file = pathlib.Path(path or "")
+    found: dict[str, Any] = {}
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
+    return found

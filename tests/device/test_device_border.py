@@ -282,18 +282,31 @@ def test_a_checkpoint_has_the_generator_of_the_device(device_pools, tmp_path):
 
 
 def beside_a_device():
-    """A model on the CPU is told of, and one in pieces cannot be made on another device."""
+    """A model on the CPU trains there, with a warning."""
     import penstock  # noqa: PLC0415
 
     place = on_device.device()
     with pytest.warns(RuntimeWarning, match=f'initialize.device="{on_device.NAME}'):
-        penstock.initialize(zoo.build("gpt"), Case("zero2", "fp32").config()).close()
+        engine = penstock.initialize(zoo.build("gpt"), Case("zero2", "fp32").config())
+    assert next(engine.module.parameters()).device.type != torch.device(place).type
+    engine.close()
+
+
+def test_a_model_beside_the_device_is_told(device_pools):
+    device_pools(1).run(beside_a_device)
+
+
+def on_another_device():
+    import penstock  # noqa: PLC0415
+
+    place = on_device.device()
     with torch.device(f"{on_device.NAME}:1"), penstock.init(device=place):
         return raised(lambda: torch.nn.Linear(4, 4))
 
 
-def test_what_is_not_on_the_device_is_told(device_pools):
-    ((kind, text),) = device_pools(1).run(beside_a_device)
+@pytest.mark.skipif(on_device.count() < 2, reason="there is one device only")
+def test_a_model_on_another_device_is_refused(device_pools):
+    ((kind, text),) = device_pools(1).run(on_another_device)
     assert kind == "ConfigError" and f"is made on {on_device.NAME}" in text, text
 
 

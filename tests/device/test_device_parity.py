@@ -39,13 +39,15 @@ SAMPLE, SAMPLED_WAYS = 36, 10
 
 def matrix() -> list[tuple[Case, str]]:
     cells = []
-    worlds = [world for world in (1, 2, 4) if world <= on_device.count()]
+    worlds = {world for world in (1, 2, 4) if world <= on_device.count()}
+    if on_device.NAME != "sim":
+        worlds.add(on_device.count())
     for world, strategy, tier, precision in itertools.product(
-        worlds, STRATEGIES, TIERS, ["fp32", "bf16", "fp16"]
+        sorted(worlds), STRATEGIES, TIERS, ["fp32", "bf16", "fp16"]
     ):
         if tier == "gradients-host" or (tier.startswith("all") and strategy not in SHARDED):
             continue
-        if world == 1 and strategy in ("hpz", "mics"):
+        if world % 2 and strategy in ("hpz", "mics"):  # they need two nodes
             continue
         for accumulate, recompute in ((1, "off"), (3, "off"), (1, "nonreentrant")):
             model = "awkward" if (len(cells) % 2) else "gpt"
@@ -76,6 +78,8 @@ def sample() -> list[tuple[Case, str]]:
     """Every strategy with every tier it has, in some precision, world and loop."""
     shuffled = matrix()
     random.Random(3).shuffle(shuffled)
+    if on_device.NAME != "sim":  # before all with a rank on each device
+        shuffled.sort(key=lambda cell: cell[0].world, reverse=True)
     first = {}
     for case, tier in shuffled:
         first.setdefault((case.strategy, tier), (case, tier))

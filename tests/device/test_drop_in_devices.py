@@ -7,12 +7,15 @@ import pathlib
 import sys
 
 import drop_in_ranks
+import on_device
 import pytest
 
 DROP_IN = pathlib.Path(__file__).parents[1] / "drop_in"
 sys.path.append(str(DROP_IN))
 
 import record  # noqa: E402 - of that folder
+
+pytestmark = pytest.mark.skipif(on_device.NAME != "sim", reason="it lends the device a name")
 
 _OURS = {"PENSTOCK_AS_DEEPSPEED": "1"}
 _OWN_NAME = {"PENSTOCK_SIM_NAME": "sim"}

@@ -1,10 +1,10 @@
 """Collects what a machine without network needs to build and test this tree, except torch, Python
 and a C++ compiler.
 
-Sources come from Debian (those of the distribution that this machine takes its packages from),
-Python packages from PyPI as wheels for Linux on x86-64. Existing files are kept if the
-manifest says that they are what is needed. The bundle must be small enough to be sent along with
-the tree: more than --limit-mib is an error.
+Sources come from Debian or Ubuntu (from where this machine takes its packages), Python packages
+from PyPI as wheels for Linux on x86-64. Existing files are kept if the manifest says that they are
+what is needed. The bundle must be small enough to be sent along with the tree: more than
+--limit-mib is an error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ LIMIT_MIB = 40.0
 # Debian source packages, for their upstream releases; binary packages that have only headers.
 SOURCES = ("highway", "liburing", "googletest", "xxhash")
 HEADERS = ("nlohmann-json3-dev",)
+COMPONENTS = {"Debian": ("main",), "Ubuntu": ("main", "universe")}
 # Dependencies are added. Versions are those of requirements-dev.txt, if it has them.
-WHEELS = ("pytest", "pytest-timeout", "ninja", "cmake==3.31.*")
+WHEELS = ("pytest", "pytest-timeout", "psutil", "safetensors", "ninja", "cmake==3.31.*")
 # Python on the GPU machine. It only decides which dependencies the wheels have.
 PYTHON_VERSION = "3.12"
 
@@ -55,11 +56,17 @@ def pinned(names: Iterable[str]) -> list[str]:
 def source_lists(work: pathlib.Path) -> list[str]:
     """Returns options with which apt-get also knows source packages, from separate lists in `work`.
     The system's configuration does not change."""
-    wanted = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE)"]
-    found = run([*wanted, "Created-By: Packages", "Component: main", "Origin: Debian"])
-    if not found.strip():
-        raise SystemExit("[gpu_bundle] apt-get knows no Debian repository: run apt-get update")
-    lines = [f"deb-src {place} main\n" for place in dict.fromkeys(found.splitlines())]
+    wanted = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)"]
+    found = []
+    for origin, components in COMPONENTS.items():
+        for component in components:
+            which = ["Created-By: Packages", f"Component: {component}", f"Origin: {origin}"]
+            found += run([*wanted, *which]).splitlines()
+    if not found:
+        raise SystemExit(
+            "[gpu_bundle] apt-get knows no repository of Debian or Ubuntu: run apt-get update"
+        )
+    lines = [f"deb-src {place}\n" for place in dict.fromkeys(found)]
     (work / "lists" / "partial").mkdir(parents=True)
     (work / "sources.list").write_text("".join(lines), encoding="utf-8")
     places = {"SourceList": "sources.list", "SourceParts": "no-parts"}
@@ -113,7 +120,7 @@ def described(path: pathlib.Path) -> dict[str, object]:
         origin = "PyPI"
     else:
         name, version = re.split(r"[-_](?=\d)", path.name.removesuffix(".tar.gz"), maxsplit=1)
-        origin = "Debian"
+        origin = "apt"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return {
         "name": name,

@@ -16,6 +16,7 @@ import os
 import pathlib
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -24,11 +25,14 @@ import machine
 import prebuilt
 import source_tree
 import summary
-from stages import Check, Outcome, Stage, all_stages
+from stages import DEMO, Check, Outcome, Stage, all_stages
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESERVE_S = 10.0  # to write the report, and to end commands over their limit
-SIZES = {"cuda": ["125m", "1.5b", "7b"]}
+SIZES = {"cuda": ["1.5b", "125m", "7b"]}
+BUDGET_S = 520.0
+DEMO_BUDGET_S = 3600.0  # the build takes most of it
+BUNDLE_S = 180.0  # to make a bundle, if there is none
 
 
 def parse_options() -> argparse.Namespace:
@@ -42,7 +46,8 @@ def parse_options() -> argparse.Namespace:
     add("--bundle", type=pathlib.Path, default=ROOT / "build" / "gpu_bundle")
     add("--state", type=pathlib.Path, default=ROOT / "build" / "gpu_check")
     add("--json", type=pathlib.Path, help="the report; default: report.json in --state")
-    add("--budget-s", type=float, default=520.0, help="seconds for this call (default %(default)g)")
+    add("--budget-s", type=float, help=f"seconds for this call (default {BUDGET_S:g})")
+    add("--demo", action="store_true", help="build, train a GPT beside plain torch, print a table")
     add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     add("--sizes", nargs="*", help="sizes of the models for gpu_train.py")
     add("--only", nargs="+", help="words; run only stages with one in the name, and the build")
@@ -50,7 +55,11 @@ def parse_options() -> argparse.Namespace:
     add("--prebuilt", type=pathlib.Path, help="build nothing: take this file's binaries")
     add("--fresh", action="store_true", help="start over: delete --state, with all that was built")
     add("--retry", action="store_true", help="run failed stages again, even with unchanged sources")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.demo:
+        options.only = [DEMO]
+    options.budget_s = options.budget_s or (DEMO_BUDGET_S if options.demo else BUDGET_S)
+    return options
 
 
 @dataclasses.dataclass
@@ -110,6 +119,8 @@ def run_stage(stage: Stage, check: Check, report: Report, left_s: float) -> dict
 def chosen_stages(options: argparse.Namespace, check: Check, torch: str) -> list[Stage]:
     """Returns the stages. With --prebuilt, one that unpacks replaces those that build."""
     stages = all_stages(check)
+    if not options.demo:
+        stages = [stage for stage in stages if stage.name != DEMO]
     if options.prebuilt is None:
         return stages
 
@@ -117,7 +128,7 @@ def chosen_stages(options: argparse.Namespace, check: Check, torch: str) -> list
         return prebuilt.unpack(check, torch, options.prebuilt)
 
     taken = Stage("prebuilt", unpack, prebuilt.COMPILED, 2, 60, always=True, needed=True)
-    left_out = {"dependencies", "configure", "build", "cpp tests"}
+    left_out = {"dependencies", "configure", "build", "build tests", "cpp tests"}
     rest = [stage for stage in stages if stage.name not in left_out]
     return [rest[0], taken, *rest[1:]]
 
@@ -148,6 +159,21 @@ def run_all(options: argparse.Namespace, check: Check, report: Report, deadline:
     report.write(kept)
 
 
+def make_bundle(folder: pathlib.Path) -> None:
+    """Makes the bundle if there is none and this machine has a network. A stage says so if not."""
+    if (folder / "manifest.json").exists():
+        return
+    print(f"[gpu_check] no bundle in {folder}: tools/gpu_bundle", flush=True)
+    command = [sys.executable, str(ROOT / "tools" / "gpu" / "bundle.py"), "--out", str(folder)]
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, timeout=BUNDLE_S)
+        said = "" if done.returncode == 0 else done.stderr.strip()[-1500:]
+    except subprocess.TimeoutExpired:
+        said = f"not done in {BUNDLE_S:g} s"
+    if said:
+        print(f"[gpu_check] it failed, and the first stage will: {said}", flush=True)
+
+
 def prepared(options: argparse.Namespace) -> tuple[Check, Report]:
     if options.fresh:
         shutil.rmtree(options.state, ignore_errors=True)
@@ -157,6 +183,7 @@ def prepared(options: argparse.Namespace) -> tuple[Check, Report]:
     found = machine.described(sys.executable, state)
     device = options.device or ("cuda" if found["devices"] else "sim")
     sizes = options.sizes or SIZES.get(device.partition(":")[0], ["tiny"])
+    make_bundle(options.bundle)
     source_tree.mirror(ROOT, state / "tree")
     report.whole["machine"] = found
     report.whole["device"] = device
@@ -165,7 +192,9 @@ def prepared(options: argparse.Namespace) -> tuple[Check, Report]:
     if options.retry:
         stages = report.whole["stages"]
         report.whole["stages"] = {k: s for k, s in stages.items() if s["status"] != "failed"}
-    return Check(state, options.bundle.resolve(), device, options.jobs, sizes), report
+    count = 8 if device.startswith("sim") else len(found["devices"])
+    check = Check(state, options.bundle.resolve(), device, options.jobs, sizes, num_devices=count)
+    return check, report
 
 
 def main() -> None:
@@ -176,8 +205,9 @@ def main() -> None:
     run_all(options, check, report, begin + options.budget_s - RESERVE_S)
     if options.pack:
         prebuilt.pack(check, report.whole["machine"]["torch"], options.pack)
-    print(summary.text(report.whole))
-    print(f"[gpu_check] {time.monotonic() - begin:.0f} s; {report.path}")
+    print(summary.of_demo(report.whole) if options.demo else summary.text(report.whole))
+    print(f"[gpu_check] {time.monotonic() - begin:.0f} s")
+    print(f"[gpu_check] to report: open an issue with the text above and {report.path}")
     statuses = {stage["status"] for stage in report.whole["stages"].values()}
     raise SystemExit(1 if "failed" in statuses else 0)
 

@@ -31,6 +31,14 @@ def _note(stage: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def of_demo(report: dict[str, Any]) -> str:
+    """Returns the machine and the demo's table, or what text() does if there is none."""
+    demo = report["stages"].get("demo", {})
+    if demo.get("status") != "done":
+        return text(report)
+    return "\n".join(["", *_machine(report["machine"]), "", demo["figures"]["printed"].rstrip()])
+
+
 def text(report: dict[str, Any]) -> str:
     """Returns the machine, a line for each stage, the benchmarks' output, and the failures."""
     lines = [f"device     {report['device']}, commit {report['commit'] or 'unknown'}"]
