@@ -68,6 +68,9 @@ struct ModelDesc {
   std::vector<Visit> forward;
   std::vector<Visit> backward;
   int64_t boundary_bytes = 0;  // bytes sent between two stages for one micro-batch
+  // The tier `device` is an accelerator's memory. Otherwise it is host memory, like the tier
+  // `host`.
+  bool on_accelerator = false;
   bool operator==(const ModelDesc&) const = default;
 };
 

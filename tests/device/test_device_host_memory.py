@@ -209,3 +209,57 @@ def test_gradients_are_added_from_pinned_memory(precision, device_pools):
         for name, value in plain.items():
             close = {"rtol": 2e-2, "atol": 1e-4} if precision == "bf16" else {}
             torch.testing.assert_close(ours[name], value, **close)
+
+
+class Wide(torch.nn.Module):
+    """An embedding and a head that are larger than the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(4000, 128)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*self.layers()) for _ in range(6))
+        self.head = torch.nn.Linear(128, 4000)
+
+    @staticmethod
+    def layers():
+        yield from (torch.nn.Linear(128, 512), torch.nn.ReLU(), torch.nn.Linear(512, 128))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return torch.nn.functional.cross_entropy(self.head(x).float(), tokens)
+
+
+def ledger(strategy, offload, accumulate):
+    """What initialize() predicted and what the engine counted, in bytes, by tier."""
+    on_device.schedule(2)
+    settings = {"offload": offload, "batch": {"accumulate": accumulate}}
+    engine, _ = start(strategy, Wide(), **settings)
+    tokens = torch.arange(64, device=on_device.device())
+    for _ in range(3 * accumulate):
+        engine.backward(engine(tokens))
+        engine.step()
+    found = engine.ledger()
+    engine.close()
+    return found["predicted"][strategy], found["measured"]
+
+
+LEDGERS = [
+    ("ddp", {}, 1),
+    ("zero1", {"optimizer": "host"}, 1),
+    ("zero2", {}, 2),
+    ("zero2", {"optimizer": "host"}, 1),
+    ("zero2", {"optimizer": "host", "gradients": "host"}, 2),
+    ("zero3", {}, 1),
+    ("zero3", {"optimizer": "host"}, 2),
+    ("zero3", {"optimizer": "host", "params": "host", "gradients": "host"}, 1),
+]
+
+
+@pytest.mark.parametrize(("strategy", "offload", "accumulate"), LEDGERS)
+def test_the_ledger_tells_the_truth(strategy, offload, accumulate, device_pools):
+    for predicted, measured in device_pools(2).run(ledger, strategy, offload, accumulate):
+        for tier in ("device", "host"):
+            told, counted = predicted[tier], measured[tier]
+            assert abs(told - counted) <= 0.05 * max(told, counted), f"{tier}: {told}, {counted}"

@@ -263,6 +263,8 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   drawn.print = fingerprint(drawn.units);
   if (pipeline > 1) keep_own(drawn.units, at);
   drawn.model = describe(drawn.units, drawn.specs);
+  const c10::Device where = device_of(drawn.split.tree);
+  drawn.model.on_accelerator = !where.is_cpu() && !where.is_meta();
   return drawn;
 }
 

@@ -176,6 +176,9 @@ class Simulation : StateBytes {
   // Gradients that were read from disk are freed by the update that uses them; the last chunk frees
   // all remaining ones.
   void update(int unit, const Chunk& chunk) {
+    const Held published{Tier::kHost, Use::kParam, published_bytes(unit, chunk)};
+    meter_.add(published);
+    meter_.free(published);
     if (!read_.empty()) {
       meter_.free(read_.front());
       read_.erase(read_.begin());

@@ -57,6 +57,23 @@ class StateBytes {
     return sum;
   }
 
+  // Returns the bytes of the new parameters that an optimizer on the host writes before they are
+  // copied to an accelerator.
+  int64_t published_bytes(int unit, const Chunk& chunk) const {
+    const Placement& update = cell(Role::kOptim, Phase::kUpdate);
+    const Placement& rest = cell(Role::kParam, Phase::kRest);
+    const bool crosses = update.tier != Tier::kDevice && rest.tier == Tier::kDevice;
+    if (!model_.on_accelerator || !crosses) return 0;
+    if (!route(table_.master(), table_.publish(), mesh_, 0).joins_update()) return 0;
+    int64_t largest = 0;
+    for (const FlatDesc& flat : model_.units[unit].flats) {
+      if (!flat.trainable || !table_.has_master(flat.dtype)) continue;
+      const auto [begin, end] = range_of(chunk, flat.numel / num_shards(update, mesh_));
+      largest = std::max(largest, (end - begin) * dtype_bytes(table_.dtype_in(rest, flat.dtype)));
+    }
+    return largest;
+  }
+
   // Returns the bytes of a unit's largest flat of parameters.
   int64_t largest_flat(int unit, const Placement& place) const {
     int64_t largest = 0;
@@ -99,10 +116,15 @@ class StateBytes {
       int64_t received = 0;
       for (size_t i = 0; i < way.passes.size(); ++i) {
         const Pass& pass = way.passes[i];
+        const bool there = model_.on_accelerator && pass.from.tier == Tier::kDevice;
+        // An accelerator's back end also sends a rank's own part to that rank.
         if (pass.sums())
-          received = std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - 1));
+          received =
+              std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - (there ? 0 : 1)));
+        // A sum is made in the memory of its addends.
+        const bool elsewhere = there && pass.sums() && pass.to.tier != Tier::kDevice;
         const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
-        if (stands && !(adds ? i + 1 == way.passes.size() : way.ends_at(i)))
+        if (stands && (elsewhere || !(adds ? i + 1 == way.passes.size() : way.ends_at(i))))
           sum += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype_after(way, i, flat));
       }
       sum += received;
