@@ -4,6 +4,7 @@ Each leaves the switches as it found them."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import threading
 from collections.abc import Callable
@@ -48,8 +49,8 @@ def no_waits_in_a_step() -> None:
     model = build("sim", dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(2, 8, dtype=torch.long, device="sim")
-    for step in range(2):
-        if step == 1:  # the first makes the optimizer's state
+    for step in range(3):
+        if step == 2:  # those before make the optimizer's state and fill the allocator's cache
             sim.reset_counters()
         model(tokens).square().mean().backward()
         optimizer.step()
@@ -61,6 +62,8 @@ def no_waits_in_a_step() -> None:
 
 def counters() -> None:
     pageable, pinned = torch.zeros(10), torch.zeros(10).pin_memory()
+    kept = [torch.empty(10, device="sim") for _ in range(8)]
+    del kept  # leaves memory in the cache
     sim.reset_counters()
     device = pageable.to("sim")
     device.copy_(pinned, non_blocking=True)
@@ -88,6 +91,101 @@ def counters() -> None:
     assert counted.kernels == 2
     sim.reset_counters()
     assert sim.counters().host_waits == 0
+
+
+def new_memory() -> None:
+    """Counts what the allocators' caches do not have. Waits for it only if it should."""
+    torch.accelerator.empty_cache()
+    sim.reset_counters()
+    for _ in range(2):
+        torch.empty(3 << 20, dtype=torch.uint8, device="sim")
+        torch.empty(3 << 20, dtype=torch.uint8, pin_memory=True)
+    assert sim.counters().host_waits_by_name == {"allocator": 1, "pinned": 1}
+    torch.empty(5 << 20, dtype=torch.uint8, device="sim")
+    assert sim.counters().host_waits_by_name == {"allocator": 2, "pinned": 1}
+
+    def is_late(make: Callable[[], torch.Tensor]) -> bool:
+        """Whether slow kernels of another device still run when the memory is there."""
+        sim.set_seed(0)
+        with torch.sim.device(1):
+            for _ in range(30):
+                torch.ones(1, device="sim")
+        make()
+        late = not torch.accelerator.current_stream(1).query()
+        torch.accelerator.synchronize(1)
+        return late
+
+    sim.set_delays_us(1000, 1000)
+    for waits, size in ((False, 9 << 20), (True, 17 << 20)):  # which nobody has asked for before
+        sim.set_allocations_wait(waits)
+        for options in ({"device": "sim:0"}, {"pin_memory": True}):
+            make = functools.partial(torch.empty, size, dtype=torch.uint8, **options)
+            assert is_late(make) != waits
+            assert is_late(make), "what is in the cache does not wait"
+    sim.set_allocations_wait(False)
+    sim.set_delays_us(0, 0)
+
+
+def traffic() -> None:
+    """Bytes that kernels read and write, and bytes that tensors get."""
+    x = torch.ones(1000, device="sim")
+
+    def counted(work: Callable[[], Any]) -> tuple[int, int]:
+        sim.reset_counters()
+        work()
+        now = sim.counters()
+        assert now.traffic.bytes == sum(one.bytes for one in now.traffic_by_name.values())
+        assert now.traffic.count == now.kernels + now.d2d.count
+        return now.traffic.bytes, now.temporaries.bytes
+
+    norm = torch.linalg.vector_norm
+    low = x.bfloat16()
+    for work, expected in (
+        (lambda: x + 1, (8000, 4000)),
+        (lambda: x.add_(x), (12000, 0)),
+        (lambda: x.mul_(0.5), (8000, 0)),
+        (lambda: x.fill_(1), (4000, 0)),
+        (lambda: torch.add(x, 1, out=x), (8000, 0)),
+        (lambda: x + x[:1].expand(1000), (8004, 4000)),
+        (lambda: x[:500] + 1, (4000, 2000)),
+        (lambda: x.double(), (12000, 8000)),
+        (lambda: x.view(torch.uint8)[8:], (0, 0)),
+        (lambda: x.index_select(0, torch.zeros(5, dtype=torch.long, device="sim")), (120, 60)),
+        (lambda: norm(x), (4004, 4)),
+        (lambda: norm(x, dtype=torch.double), (4000 + 2 * 8000 + 8, 8000 + 8)),
+        (lambda: norm(low, dtype=torch.float), (2004, 4)),
+        (lambda: norm(low, dtype=torch.double), (2000 + 2 * 8000 + 8, 8000 + 8)),
+        (lambda: torch._foreach_mul_([x, low], 2), (2 * 6000, 0)),
+    ):
+        assert counted(work) == expected, expected
+    assert sim.counters().traffic_by_name == {"aten::_foreach_mul_.Scalar": sim.Tally(1, 12000)}
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    norm(x, dtype=torch.double)
+    assert torch.accelerator.max_memory_allocated() - before >= 8000
+
+
+def traffic_of_fused_adamw() -> None:
+    """Gradients are written only if they are scaled."""
+    for scale, passes in ((None, 7), (torch.ones((), device="sim"), 8)):
+        lists = [[torch.ones(1000, device="sim")] for _ in range(4)]
+        count = torch.ones((), device="sim")
+        sim.reset_counters()
+        torch._fused_adamw_(
+            *lists,
+            [],
+            [count],
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+        )
+        assert sim.counters().traffic.bytes == 4000 * passes + 4 + (0 if scale is None else 4)
+        assert sim.counters().temporaries == sim.Tally()
 
 
 def out_of_memory() -> None:
@@ -402,6 +500,9 @@ CASES = (
     saved_on_the_host,
     no_waits_in_a_step,
     counters,
+    new_memory,
+    traffic,
+    traffic_of_fused_adamw,
     out_of_memory,
     pinned_memory,
     redzones,

@@ -98,6 +98,7 @@ def issue_returns_before_it_is_done() -> None:
     dist.barrier()
     for late in (0, 1):
         x = torch.ones(1, device="sim")
+        torch.empty_like(x)  # leaves memory for y in the cache
         torch.accelerator.synchronize()
         sim.reset_counters()
         if rank == late:

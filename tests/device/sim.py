@@ -55,6 +55,9 @@ class Counters:
     """Since the last reset; what each is stands in simulated/control.h."""
 
     kernels: int
+    traffic: Tally
+    traffic_by_name: dict[str, Tally]
+    temporaries: Tally
     host_waits: int
     host_waits_by_name: dict[str, int]
     h2d: Tally
@@ -68,10 +71,10 @@ class Counters:
 def counters() -> Counters:
     """What the device has counted, in this process, since reset_counters()."""
     now = _sim.counters()
-    for name in ("h2d", "d2h", "d2d", "collectives"):
+    for name in ("h2d", "d2h", "d2d", "collectives", "traffic", "temporaries"):
         now[name] = Tally(*now[name])
-    by_name = now["collectives_by_name"]
-    now["collectives_by_name"] = {name: Tally(*pair) for name, pair in by_name.items()}
+    for name in ("collectives_by_name", "traffic_by_name"):
+        now[name] = {key: Tally(*pair) for key, pair in now[name].items()}
     return Counters(**now)
 
 
@@ -103,6 +106,11 @@ def set_pinning_fails(fails: bool) -> None:
 def set_issue_delay_us(high: int) -> None:
     """Before a thread issues a collective, it sleeps for uniform(0, high) us."""
     _sim.set_issue_delay_us(high)
+
+
+def set_allocations_wait(wait: bool) -> None:
+    """While set, the host waits for all devices where device or pinned memory is new."""
+    _sim.set_allocations_wait(wait)
 
 
 def set_pinned_offset(offset: int) -> None:

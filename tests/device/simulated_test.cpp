@@ -38,6 +38,7 @@ class SimulatedTest : public testing::Test {
     set_delays_us(0, 0);
     set_memory_limit(size_t{4} << 30);
     set_pinning_fails(false);
+    set_allocations_wait(false);
     reset_errors();
     drain();
   }
@@ -158,10 +159,11 @@ TEST_F(SimulatedTest, CountsWaitsOfTheGenericInterfaces) {
   auto pinned = at::getHostAllocator(kSim)->allocate(4000);
   auto host = at::from_blob(pinned.get(), {1000}, at::kFloat).fill_(3);
   ASSERT_TRUE(host.is_pinned());
-  reset_counters();
   at::Tensor x;
   {
     const c10::StreamGuard on_stream(stream);
+    at::empty({1000}, floats());  // leaves memory in the cache
+    reset_counters();
     x = at::empty({1000}, floats());
     x.copy_(host, true);
     x.mul_(2);
@@ -186,6 +188,47 @@ TEST_F(SimulatedTest, MemoryRunsOut) {
   allocator->raw_deallocate(allocator->raw_allocate(1 << 20));
   EXPECT_EQ(at::accelerator::getMemoryInfo(2).second, 1 << 20);
   EXPECT_EQ(at::accelerator::getDeviceStats(2).num_ooms, 1);
+}
+
+// An engine takes its memory from the allocator itself.
+TEST_F(SimulatedTest, CountsNewMemory) {
+  auto* const allocator = c10::GetAllocator(kSim);
+  c10::getDeviceAllocator(kSim)->emptyCache();
+  reset_counters();
+  for (int i = 0; i < 2; ++i) {
+    allocator->raw_deallocate(allocator->raw_allocate(3 << 20));
+    at::getHostAllocator(kSim)->allocate(3 << 20);
+  }
+  const auto now = counters();
+  EXPECT_EQ(now.host_waits_by_name,
+            (std::map<std::string, int64_t>{{"allocator", 1}, {"pinned", 1}}));
+  EXPECT_EQ(now.temporaries.bytes, 0);
+}
+
+TEST_F(SimulatedTest, NewMemoryWaitsForAllDevices) {
+  set_allocations_wait(true);
+  set_delays_us(1000, 1000);
+  const auto slow = [] {
+    for (int i = 0; i < 30; ++i) at::ones({1}, floats({kSim, 1}));
+  };
+  const auto is_late = [this] { return !guard_.queryStream(guard_.getStream({kSim, 1})); };
+  slow();
+  at::empty({5 << 20}, floats());
+  EXPECT_FALSE(is_late());
+  slow();
+  at::getHostAllocator(kSim)->allocate(33 << 20);
+  EXPECT_FALSE(is_late());
+}
+
+TEST_F(SimulatedTest, CountsTraffic) {
+  const auto x = at::ones({1000}, floats());
+  reset_counters();
+  x.add_(1);
+  EXPECT_EQ(at::linalg_vector_norm(x, 2, {}, false, at::kDouble).numel(), 1);
+  const auto now = counters();
+  EXPECT_EQ(now.traffic.count, 2);
+  EXPECT_EQ(now.traffic.bytes, 2 * 4000 + (4000 + 2 * 8000 + 8));
+  EXPECT_EQ(now.temporaries.bytes, 8000 + 8);  // the norm's argument in fp64, and its result
 }
 
 TEST_F(SimulatedTest, PinningFails) {

@@ -148,8 +148,8 @@ def waits_of_recomputed_buffers():
     model = torch.nn.Sequential(*(Scaled() for _ in range(6)))
     engine, _ = start("zero2", model, activations={"checkpoint": "unit"}, precision="fp32")
     x = torch.rand(4, 16, device=on_device.device())
-    for step in range(4):
-        if step == 1:
+    for step in range(6):
+        if step == 3:  # until then the allocator's cache grows
             torch.accelerator.synchronize()
             sim.reset_counters()
         engine.backward(engine(x).square().mean())
@@ -164,7 +164,7 @@ def test_recomputed_buffers_wait_for_nothing(device_pools):
     for waits, counts in device_pools(2).run(waits_of_recomputed_buffers):
         del waits["generator"]  # reading its state waits here, but not on CUDA
         assert waits == {"copy_d2h": 3}, "the norm's, and no other"
-        assert counts == {4}, "a recomputed forward does not count"
+        assert counts == {6}, "a recomputed forward does not count"
 
 
 def added(precision):

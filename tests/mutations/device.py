@@ -15,6 +15,7 @@ CONNECTIONS = "tests/device/test_device_connections.py"
 HOST_MEMORY = "tests/device/test_device_host_memory.py"
 BORDER = "tests/device/test_device_border.py"
 OPTIMIZERS = "tests/device/test_device_optimizers.py"
+PROFILE = "tests/device/test_device_profile.py"
 
 LANE, FENCE, KERNELS = "src/device/lane.cpp", "src/device/fence.cpp", "src/device/kernels.cpp"
 ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/comm/channel.cpp"
@@ -23,6 +24,8 @@ GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
 STORE_GROUP = "src/comm/store_group.cpp"
 ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
 DEVICE_STEP = "src/optim/device_step.cpp"
+
+BUDGETS = Pytest((PROFILE, "-k", "zero3_groups"), ("_sim",))
 
 BESIDE_A_DEVICE = [
     Mutation(
@@ -305,5 +308,58 @@ BESIDE_A_DEVICE = [
         "    here.arrived->synchronize();\n",
         "",
         Pytest((HOST_MEMORY, "-k", "added"), ("_sim",)),
+    ),
+    Mutation(
+        "the norm makes fp64 copies of all gradients",
+        KERNELS,
+        "2, std::nullopt, false, at::kFloat);",
+        "2, std::nullopt, false, at::kDouble);",
+        BUDGETS,
+    ),
+    Mutation(
+        "a sum of gradients takes several passes",
+        KERNELS,
+        "rounds_once && !sum.accumulate",
+        "rounds_once && sum.accumulate",
+        BUDGETS,
+    ),
+    Mutation(
+        "weights are published from copies of their masters",
+        DEVICE_STEP,
+        ".copy_(view(range, range.master, Dtype::kFp32, numel));",
+        ".copy_(view(range, range.master, Dtype::kFp32, numel).clone());",
+        BUDGETS,
+    ),
+    Mutation(
+        "gradients are in no account",
+        ARENA,
+        "  count(account, bytes);\n",
+        "  if (account != Account::kGrad) count(account, bytes);\n",
+        BUDGETS,
+    ),
+    Mutation(
+        "each step takes new device memory",
+        ARENA,
+        "  unused_[slot].push_front(std::move(unused));\n",
+        "  if (kind_ == MemoryKind::kDevice)\n"
+        "    return static_cast<void>(unused.data.release_context());\n"
+        "  unused_[slot].push_front(std::move(unused));\n",
+        BUDGETS,
+    ),
+    Mutation(
+        "each step pins new memory",
+        ARENA,
+        "  unused_[slot].push_front(std::move(unused));\n",
+        "  if (kind_ == MemoryKind::kPinned)\n"
+        "    return static_cast<void>(unused.data.release_context());\n"
+        "  unused_[slot].push_front(std::move(unused));\n",
+        Pytest((PROFILE, "-k", "host_gradients"), ("_sim",)),
+    ),
+    Mutation(
+        "copies of buffers cross to the host and back",
+        "python/penstock/front/recompute.py",
+        "buffer.detach().clone())",
+        "buffer.detach().cpu().to(buffer.device))",
+        Pytest((PROFILE, "-k", "recomputed_buffers"), ("_sim",)),
     ),
 ]

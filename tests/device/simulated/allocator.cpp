@@ -30,6 +30,7 @@ struct Block {
   const size_t size;  // without redzones
   const c10::Stream stream;
   size_t asked = 0;  // bytes that the last user requested
+  bool is_new = true;
   std::vector<c10::Stream> used_on;
   std::vector<MarkPointer> pending;
   std::atomic<int> verifications{0};  // number of queued verifications
@@ -57,6 +58,7 @@ class Pool {
       give_back("allocator");
       block = take(size, bytes, stream);
     }
+    if (block && block->is_new) note_new_memory("allocator");
     const std::lock_guard lock(mutex_);
     if (!block) {
       ++stats_.num_ooms;
@@ -68,6 +70,7 @@ class Pool {
     stats_.allocated_bytes[0].increase(block->size);
     stats_.active_bytes[0].increase(block->size);
     stats_.requested_bytes[0].increase(bytes);
+    block->is_new = false;
     return block->pointer;
   }
 
@@ -135,6 +138,14 @@ class Pool {
     const size_t room = block->first + block->second->asked - begin;
     TORCH_CHECK(bytes <= room, "[sim] device ", device_, ": ", bytes,
                 " bytes were given to a kernel, but the block ends after ", room);
+  }
+
+  void note_temporary(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    for (auto* stat : {&stats_.allocated_bytes, &stats_.requested_bytes}) {
+      (*stat)[0].increase(bytes);
+      (*stat)[0].decrease(bytes);
+    }
   }
 
   DeviceStats stats() {
@@ -326,6 +337,8 @@ void set_memory_limit(size_t bytes, int device) {
     if (device < 0 || device == index) pool(index).set_limit(bytes);
   }
 }
+
+void note_temporary(int device, size_t bytes) { pool(device).note_temporary(bytes); }
 
 void check_bounds(void* begin, size_t bytes) {
   pool(device_of(begin)).check_bounds(static_cast<char*>(begin), bytes);

@@ -22,9 +22,19 @@ struct Tally {
 // the delays.
 struct Counters {
   int64_t kernels = 0;  // operators; copies and collectives have their own counts
+  // The bytes of device memory that kernels and copies on the device read and write, computed from
+  // their tensors. `traffic.count` is the number of both. The names are those of operators, and
+  // "copy".
+  Tally traffic;
+  std::map<std::string, Tally> traffic_by_name;
+  // Device memory that tensors got: results of operators, empty tensors, and copies that a kernel
+  // of CUDA makes of its argument first. Memory from c10::Allocator, such as an arena's, is not
+  // counted. The peak of all memory in use is that of the allocator's statistics.
+  Tally temporaries;
   // Calls that may make the host wait for the device, even if there was nothing to wait for:
-  // "stream", "event", "device", "copy_h2d", "copy_d2h", "item", "allocator", "generator",
-  // "barrier" and "operator NAME" for an operator that cannot run asynchronously here.
+  // "stream", "event", "device", "copy_h2d", "copy_d2h", "item", "generator", "barrier",
+  // "operator NAME" for an operator that cannot run asynchronously here, "allocator" for device
+  // memory that the cache does not have, and "pinned" for new pinned memory.
   int64_t host_waits = 0;
   std::map<std::string, int64_t> host_waits_by_name;
   Tally h2d, d2h, d2d;
@@ -54,6 +64,11 @@ PENSTOCK_SIM_API void set_pinning_fails(bool fails);
 // Makes new pinned memory begin so many bytes after the beginning of a page. CUDA's does (16 bytes)
 // with pinned_use_cuda_host_register.
 PENSTOCK_SIM_API void set_pinned_offset(size_t bytes);
+
+// While this is set, the host waits for all streams of all devices where new device memory or new
+// pinned memory comes from the system. CUDA's host does so. That wait hides other waits that are
+// missing, so it is not made otherwise, only counted.
+PENSTOCK_SIM_API void set_allocations_wait(bool wait);
 
 // Returns the bytes of pinned memory in use. Each allocation counts as the next power of two.
 PENSTOCK_SIM_API size_t pinned_bytes();

@@ -10,6 +10,7 @@
 #include "tests/device/simulated/counting.h"
 #include "tests/device/simulated/pinned.h"
 #include "tests/device/simulated/stream.h"
+#include "tests/device/simulated/traffic.h"
 #include "tests/device/simulated/view.h"
 
 namespace penstock::sim {
@@ -35,7 +36,7 @@ void copy_on_devices(const at::Tensor& from, const at::Tensor& to) {
   launch(source, "copy between device tensors",
          [from = View(from), to = View(to)] { transfer(from.on_shadow(), to.on_shadow()); });
   if (source != target) block(target, record(source));
-  count_copy(Direction::kDeviceToDevice, to.nbytes());
+  count_copy(Direction::kDeviceToDevice, to.nbytes(), bytes_touched(from) + bytes_touched(to));
 }
 
 std::atomic<bool> pageable_copies_are_late{false};

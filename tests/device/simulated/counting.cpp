@@ -1,6 +1,5 @@
 #include "tests/device/simulated/counting.h"
 
-#include <atomic>
 #include <mutex>
 
 #include "tests/device/simulated/control.h"
@@ -12,8 +11,7 @@ constexpr size_t kKeptOperators = 100;
 
 struct Book {
   std::mutex mutex;
-  Counters counters;                // guarded by mutex; its number of kernels is unused
-  std::atomic<int64_t> kernels{0};  // atomic, because kernels are counted often
+  Counters counters;  // guarded by mutex
 };
 
 // Never destroyed: other static objects free device memory when the process ends.
@@ -27,22 +25,34 @@ void add(Tally& tally, size_t bytes) {
   tally.bytes += static_cast<int64_t>(bytes);
 }
 
+// The caller holds the lock.
+void add_traffic(const std::string& name, size_t bytes) {
+  add(book().counters.traffic, bytes);
+  add(book().counters.traffic_by_name[name], bytes);
+}
+
 }  // namespace
 
 Counters counters() {
   const std::lock_guard lock(book().mutex);
-  Counters now = book().counters;
-  now.kernels = book().kernels;
-  return now;
+  return book().counters;
 }
 
 void reset_counters() {
   const std::lock_guard lock(book().mutex);
   book().counters = {};
-  book().kernels = 0;
 }
 
-void count_kernel() { book().kernels.fetch_add(1, std::memory_order_relaxed); }
+void count_kernel(const std::string& name, size_t bytes) {
+  const std::lock_guard lock(book().mutex);
+  ++book().counters.kernels;
+  add_traffic(name, bytes);
+}
+
+void count_temporary(size_t bytes) {
+  const std::lock_guard lock(book().mutex);
+  add(book().counters.temporaries, bytes);
+}
 
 void count_host_wait(const std::string& name) {
   const std::lock_guard lock(book().mutex);
@@ -50,13 +60,14 @@ void count_host_wait(const std::string& name) {
   ++book().counters.host_waits_by_name[name];
 }
 
-void count_copy(Direction direction, size_t bytes) {
+void count_copy(Direction direction, size_t bytes, size_t touched) {
   const std::lock_guard lock(book().mutex);
   Counters& now = book().counters;
   add(direction == Direction::kHostToDevice   ? now.h2d
       : direction == Direction::kDeviceToHost ? now.d2h
                                               : now.d2d,
       bytes);
+  if (direction == Direction::kDeviceToDevice) add_traffic("copy", touched);
 }
 
 void count_collective(const std::string& name, size_t bytes) {

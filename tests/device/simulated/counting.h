@@ -8,9 +8,12 @@ namespace penstock::sim {
 
 enum class Direction { kHostToDevice, kDeviceToHost, kDeviceToDevice };
 
-void count_kernel();
+// `bytes`: those that the kernel reads and writes.
+void count_kernel(const std::string& name, size_t bytes);
+void count_temporary(size_t bytes);
 void count_host_wait(const std::string& name);
-void count_copy(Direction direction, size_t bytes);
+// `touched`: the bytes that a copy on the device reads and writes.
+void count_copy(Direction direction, size_t bytes, size_t touched = 0);
 void count_collective(const std::string& name, size_t bytes);
 void count_synchronous_operator(const std::string& name);
 

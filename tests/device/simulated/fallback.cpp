@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "tests/device/simulated/allocator.h"
 #include "tests/device/simulated/arena.h"
 #include "tests/device/simulated/argument.h"
 #include "tests/device/simulated/copies.h"
@@ -15,6 +16,7 @@
 #include "tests/device/simulated/generator.h"
 #include "tests/device/simulated/prediction.h"
 #include "tests/device/simulated/stream.h"
+#include "tests/device/simulated/traffic.h"
 
 namespace penstock::sim {
 namespace {
@@ -276,6 +278,15 @@ void run_now(const Call& call, Stack* stack) {
   }
 }
 
+void count(const Call& call, const Stack& stack) {
+  const auto results = torch::jit::last(stack, call.schema().returns().size());
+  const Traffic traffic = traffic_of(call.schema(), call.arguments, results);
+  count_kernel(call.known.name, traffic.bytes);
+  if (traffic.temporary == 0) return;
+  count_temporary(traffic.temporary);
+  note_temporary(call.device.index(), traffic.temporary);
+}
+
 }  // namespace
 
 void run_on_device(const c10::OperatorHandle& handle, Stack* stack) {
@@ -284,7 +295,6 @@ void run_on_device(const c10::OperatorHandle& handle, Stack* stack) {
   const c10::Device device = device_for(known, arguments);
   const c10::DeviceGuard guard(device);
   Call call{handle, known, std::move(arguments), device, current_stream(device.index())};
-  count_kernel();
   const auto results = predict(handle, known, call.arguments);
   const Draw draw(call);
   if (results) {
@@ -292,6 +302,7 @@ void run_on_device(const c10::OperatorHandle& handle, Stack* stack) {
   } else {
     run_now(call, stack);
   }
+  count(call, *stack);
 }
 
 }  // namespace penstock::sim

@@ -9,6 +9,7 @@
 #include "tests/device/simulated/allocator.h"
 #include "tests/device/simulated/arena.h"
 #include "tests/device/simulated/control.h"
+#include "tests/device/simulated/counting.h"
 #include "tests/device/simulated/generator.h"
 #include "tests/device/simulated/pinned.h"
 #include "tests/device/simulated/stream.h"
@@ -47,6 +48,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     const c10::DeviceGuard guard(storage.device());
     auto data = device_allocator().allocate(bytes);
+    if (bytes > 0) count_temporary(bytes);
     const size_t kept = storage.data() ? std::min(storage.nbytes(), bytes) : 0;
     if (kept > 0) {
       launch(current_stream(), "resize_", [to = data.get(), from = storage.data(), kept] {

@@ -13,10 +13,14 @@ namespace py = pybind11;
 
 py::tuple pair(const Tally& tally) { return py::make_tuple(tally.count, tally.bytes); }
 
+py::dict pairs(const std::map<std::string, Tally>& tallies) {
+  py::dict dict;
+  for (const auto& [name, tally] : tallies) dict[name.c_str()] = pair(tally);
+  return dict;
+}
+
 py::dict counters_as_dict() {
   const Counters now = counters();
-  py::dict collectives;
-  for (const auto& [name, tally] : now.collectives_by_name) collectives[name.c_str()] = pair(tally);
   py::dict dict;
   dict["kernels"] = now.kernels;
   dict["host_waits"] = now.host_waits;
@@ -25,7 +29,10 @@ py::dict counters_as_dict() {
   dict["d2h"] = pair(now.d2h);
   dict["d2d"] = pair(now.d2d);
   dict["collectives"] = pair(now.collectives);
-  dict["collectives_by_name"] = collectives;
+  dict["collectives_by_name"] = pairs(now.collectives_by_name);
+  dict["traffic"] = pair(now.traffic);
+  dict["traffic_by_name"] = pairs(now.traffic_by_name);
+  dict["temporaries"] = pair(now.temporaries);
   dict["synchronous_operators"] = now.synchronous_operators;
   return dict;
 }
@@ -55,6 +62,7 @@ PYBIND11_MODULE(_sim, module) {
   module.def("set_memory_limit", &set_memory_limit);
   module.def("set_pinning_fails", &set_pinning_fails);
   module.def("set_issue_delay_us", &set_issue_delay_us);
+  module.def("set_allocations_wait", &set_allocations_wait);
   module.def("set_pinned_offset", &set_pinned_offset);
   module.def("pinned_bytes", &pinned_bytes);
   module.def("set_pageable_copies_are_late", &set_pageable_copies_are_late);

@@ -22,6 +22,7 @@
 #include "tests/device/simulated/allocator.h"
 #include "tests/device/simulated/copies.h"
 #include "tests/device/simulated/fallback.h"
+#include "tests/device/simulated/view.h"
 
 namespace penstock::sim {
 namespace {
@@ -34,16 +35,16 @@ Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::op
              std::optional<at::Device> device, std::optional<bool>,
              std::optional<at::MemoryFormat> format) {
   const c10::DeviceGuard guard(c10::device_or_default(device));
-  return at::detail::empty_generic(sizes, &device_allocator(), kKeys, c10::dtype_or_default(dtype),
-                                   format);
+  return counted(at::detail::empty_generic(sizes, &device_allocator(), kKeys,
+                                           c10::dtype_or_default(dtype), format));
 }
 
 Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
                      std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                      std::optional<at::Device> device, std::optional<bool>) {
   const c10::DeviceGuard guard(c10::device_or_default(device));
-  return at::detail::empty_strided_generic(sizes, strides, &device_allocator(), kKeys,
-                                           c10::dtype_or_default(dtype));
+  return counted(at::detail::empty_strided_generic(sizes, strides, &device_allocator(), kKeys,
+                                                   c10::dtype_or_default(dtype)));
 }
 
 Tensor as_strided(const Tensor& tensor, at::SymIntArrayRef sizes, at::SymIntArrayRef strides,

@@ -27,7 +27,7 @@ class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free_buffer, at::kCPU};
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     TORCH_CHECK(!fails_, "[sim] cannot pin ", bytes, " bytes of host memory");
     reap();
     size_t size = kPage;
@@ -35,13 +35,16 @@ class PinnedAllocator final : public at::HostAllocator {
     while (size < bytes + offset) size *= 2;  // as in CUDA's cache
     char* pointer = nullptr;
     const auto cached = cached_.lower_bound(size);
-    if (cached != cached_.end() && cached->first == size) {
+    const bool is_new = cached == cached_.end() || cached->first != size;
+    if (!is_new) {
       pointer = cached->second;
       cached_.erase(cached);
     } else {
       pointer = map(size);
     }
     stats_.active_bytes.increase(size);
+    lock.unlock();
+    if (is_new) note_new_memory("pinned");
     return {pointer + offset, pointer, &free_buffer, at::kCPU};
   }
 
@@ -81,6 +84,7 @@ class PinnedAllocator final : public at::HostAllocator {
     return true;
   }
   void empty_cache() override {
+    note_new_memory("pinned");  // CUDA waits also where it frees pinned memory
     const std::lock_guard lock(mutex_);
     reap();
     for (const auto& [bytes, pointer] : cached_) {

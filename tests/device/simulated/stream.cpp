@@ -163,7 +163,7 @@ struct Machine {
   std::mutex mutex;  // held while a worker is started
   std::array<std::array<std::atomic<Worker*>, kStreams>, kDevices> workers{};
   std::array<std::atomic<unsigned>, kDevices> next{}, next_high_priority{};
-  std::atomic<bool> forked{false};
+  std::atomic<bool> forked{false}, allocations_wait{false};
   std::array<std::atomic<bool>, kDevices> contexts{};
 
   std::vector<Worker*> started(int device) const {
@@ -337,6 +337,14 @@ void synchronize_device(int device, const std::string& why) {
 void drain_device(int device) {
   for (Worker* started : machine().started(device)) started->drain();
 }
+
+void note_new_memory(const std::string& why) {
+  count_host_wait(why);
+  if (!machine().allocations_wait) return;
+  for (int device = 0; device < kDevices; ++device) drain_device(device);
+}
+
+void set_allocations_wait(bool wait) { machine().allocations_wait = wait; }
 
 void fail(int device, const std::string& error) {
   Failure& failure = machine().failures[device];

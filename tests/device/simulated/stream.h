@@ -60,6 +60,10 @@ void synchronize_device(int device, const std::string& why);
 // Also waits, but neither counts the wait nor throws.
 void drain_device(int device);
 
+// Notes that memory came from the system: counts that wait, and makes it if
+// set_allocations_wait(true). The caller holds no lock that a stream or another thread may need.
+void note_new_memory(const std::string& why);
+
 void fail(int device, const std::string& error);
 bool has_failed(int device);
 void throw_if_failed(int device);

@@ -6,6 +6,7 @@
 
 #include "tests/device/simulated/allocator.h"
 #include "tests/device/simulated/arena.h"
+#include "tests/device/simulated/counting.h"
 
 namespace penstock::sim {
 namespace {
@@ -54,11 +55,17 @@ at::Tensor View::at_address(void* address) const {
   return tensor;
 }
 
+at::Tensor counted(at::Tensor tensor) {
+  const size_t bytes = tensor.storage().nbytes();
+  if (bytes > 0) count_temporary(bytes);
+  return tensor;
+}
+
 at::Tensor new_on_device(const at::Tensor& shape, c10::Device device) {
   const c10::DeviceGuard guard(device);
-  return at::detail::empty_strided_generic(shape.sizes(), shape.strides(), &device_allocator(),
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           shape.scalar_type());
+  return counted(at::detail::empty_strided_generic(
+      shape.sizes(), shape.strides(), &device_allocator(),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), shape.scalar_type()));
 }
 
 }  // namespace penstock::sim

@@ -33,6 +33,9 @@ class View {
   bool wrapped_number_, conjugate_, negative_;
 };
 
+// Counts the memory of a new device tensor, and returns the tensor.
+at::Tensor counted(at::Tensor tensor);
+
 // Returns a new device tensor with the sizes, strides and dtype of `shape`.
 at::Tensor new_on_device(const at::Tensor& shape, c10::Device device);
 
