@@ -72,24 +72,24 @@ at::Tensor bounce_buffer(int64_t numel, at::ScalarType type) {
 // one, the device fills the other.
 void add_to_host(Address to, Dtype to_dtype, const at::Tensor& from, Dtype from_dtype,
                  const Device& device) {
-  struct Bounce {
+  struct PinnedPiece {
     at::Tensor buffer;
     std::optional<c10::Event> arrived{};
   };
   const int64_t numel = from.numel();
   const int64_t piece = std::min(numel, kBounceBytes / dtype_bytes(from_dtype));
-  std::array<Bounce, 2> bounces;
-  for (Bounce& one : bounces) one.buffer = bounce_buffer(piece, from.scalar_type());
-  const auto send = [&](int64_t begin, Bounce& bounce) {
+  std::array<PinnedPiece, 2> pieces;
+  for (PinnedPiece& one : pieces) one.buffer = bounce_buffer(piece, from.scalar_type());
+  const auto send = [&](int64_t begin, PinnedPiece& into) {
     const int64_t count = std::min(piece, numel - begin);
     if (count <= 0) return;
-    copy_across(bounce.buffer.narrow(0, 0, count), from.narrow(0, begin, count));
-    bounce.arrived.emplace(device.where().type()).record(device.current());
+    copy_across(into.buffer.narrow(0, 0, count), from.narrow(0, begin, count));
+    into.arrived.emplace(device.where().type()).record(device.current());
   };
-  send(0, bounces[0]);
+  send(0, pieces[0]);
   for (int64_t begin = 0, turn = 0; begin < numel; begin += piece, ++turn) {
-    Bounce& here = bounces[static_cast<size_t>(turn % 2)];
-    send(begin + piece, bounces[static_cast<size_t>((turn + 1) % 2)]);
+    PinnedPiece& here = pieces[static_cast<size_t>(turn % 2)];
+    send(begin + piece, pieces[static_cast<size_t>((turn + 1) % 2)]);
     here.arrived->synchronize();
     host::take((to + begin * dtype_bytes(to_dtype)).data, to_dtype, here.buffer.const_data_ptr(),
                from_dtype, std::min(piece, numel - begin), true);

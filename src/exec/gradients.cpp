@@ -23,6 +23,20 @@ namespace {
 // Gradients with at least so many elements are copied to their flat alone.
 constexpr int64_t kAlone = int64_t{1} << 20;
 
+// Large gradients are copied at once, which frees their memory. The others of a unit are copied by
+// one call.
+void pack(Flat& flat, const Buffer& sum) {
+  if (flat.unpacked.empty()) return;
+  const device::Unseen unseen;
+  std::array<std::vector<at::Tensor>, 2> into, from;  // by Unpacked::adds
+  for (const auto& [slot, gradient, adds] : std::exchange(flat.unpacked, {})) {
+    into[adds ? 1 : 0].push_back(device::view(sum.at(slot->offset), sum.dtype, slot->numel));
+    from[adds ? 1 : 0].push_back(gradient.reshape({-1}));
+  }
+  if (!into[0].empty()) at::_foreach_copy_(into[0], from[0]);
+  if (!into[1].empty()) at::_foreach_add_(into[1], from[1]);
+}
+
 }  // namespace
 
 void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
@@ -73,24 +87,11 @@ Copy& Gradients::zeros_at(const Placement& place, Flat& flat) {
   return copy;
 }
 
-// Large gradients are copied at once, which frees their memory. The others of a unit are copied by
-// one call.
-void Gradients::pack(Flat& flat) {
-  if (flat.unpacked.empty()) return;
-  const device::Unseen unseen;
-  const Buffer& sum = sum_of(flat).one();
-  std::array<std::vector<at::Tensor>, 2> into, from;  // by Unpacked::adds
-  for (const auto& [slot, gradient, adds] : std::exchange(flat.unpacked, {})) {
-    into[adds ? 1 : 0].push_back(device::view(sum.at(slot->offset), sum.dtype, slot->numel));
-    from[adds ? 1 : 0].push_back(gradient.reshape({-1}));
-  }
-  if (!into[0].empty()) at::_foreach_copy_(into[0], from[0]);
-  if (!into[1].empty()) at::_foreach_add_(into[1], from[1]);
-}
-
 void Gradients::pack() {
   for (UnitState& unit : rank_.units) {
-    for (Flat& flat : unit.flats) pack(flat);
+    for (Flat& flat : unit.flats) {
+      if (!flat.unpacked.empty()) pack(flat, sum_of(flat).one());
+    }
   }
 }
 
@@ -116,7 +117,7 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   if (sum.data().device != nullptr && slot.numel < kAlone) {
     const bool again = std::any_of(flat.unpacked.begin(), flat.unpacked.end(),
                                    [&](const Unpacked& one) { return one.slot == &slot; });
-    if (again) pack(flat);
+    if (again) pack(flat, sum);
     flat.unpacked.push_back({&slot, dense, slot.written});
     slot.written = slot.touched = slot.had = true;
     return true;
@@ -152,7 +153,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
     unit.grads.move(moves, from);
     for (Flat& flat : unit.flats) {
       if (!flat.trainable) continue;
-      pack(flat);
+      if (!flat.unpacked.empty()) pack(flat, sum_of(flat).one());
       flat.grads.reserve(flat.grads.size() + 3);  // so that pointers into the vector stay valid
       Copy* source = from == made ? &sum_of(flat) : find(flat.grads, from);
       // If this rank has no contribution, it takes part in the sum with zeros.
@@ -216,7 +217,7 @@ void Gradients::sum(const PlannedStep& planned) {
     for (Flat& flat : unit.flats) {
       const bool sums = across ? flat.owners.size() > 1 : flat.tensor == TensorCut::kPartial;
       if (!flat.trainable || !sums) continue;
-      pack(flat);
+      if (!flat.unpacked.empty()) pack(flat, sum_of(flat).one());
       flat.grads.reserve(flat.grads.size() + 1);
       // A copy on disk already has the sum of earlier backwards, and the sum of this backward is
       // added to it later.

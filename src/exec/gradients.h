@@ -89,7 +89,6 @@ class Gradients {
   };
 
   Copy& sum_of(Flat& flat);
-  void pack(Flat& flat);
   void add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& label);
   void close(Flat& flat, Buffer& sum);
   void submit(const std::shared_ptr<Walk>& walk, const comm::Label& label);

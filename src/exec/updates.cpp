@@ -26,6 +26,11 @@ bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   return disk && tiers.owner(other) == nullptr;
 }
 
+// Returns whether the flat's resting parameters are its masters.
+bool shares_master(const Rank& rank, const Flat& flat) {
+  return !rank.has_master[static_cast<size_t>(flat.dtype)];
+}
+
 // Returns whether the publish only gathers, because the masters are this rank's shards of the
 // resting parameters.
 bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Route& way) {
@@ -299,12 +304,12 @@ void Updates::take_edits(Flat& flat, device::Address master, int64_t element, in
 }
 
 device::Address Updates::master_of(Flat& flat, ChunkState& chunk) {
-  if (!shares_master(flat)) return chunk.optim.back().buffers.front().data();
+  if (!shares_master(rank_, flat)) return chunk.optim.back().buffers.front().data();
   return rest_at(flat, chunk.begin);
 }
 
 device::Address Updates::fetch_master(Flat& flat, ChunkState& chunk) {
-  if (!shares_master(flat)) {
+  if (!shares_master(rank_, flat)) {
     Buffer& master = chunk.optim.back().buffers.front();
     rank_.traffic.fetch(master, mem::Account::kOptim);
     rank_.traffic.wait_read(master);
@@ -349,7 +354,7 @@ void Updates::tell_changes(const Flat& flat, const ChunkState& chunk) {
   if (chunk.optim.size() == 1) {
     for (const Buffer& buffer : chunk.optim.front().buffers) rank_.traffic.changes(buffer);
   }
-  if (shares_master(flat)) rank_.traffic.changes(flat.rest().one());
+  if (shares_master(rank_, flat)) rank_.traffic.changes(flat.rest().one());
 }
 
 void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
@@ -410,7 +415,7 @@ void Updates::add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk,
   range.moment_dtype = rank_.cell(Role::kOptim, Phase::kUpdate).dtype;
   range.param_dtype = flat.rest().one().dtype;
   if (!update_.external) take_edits(flat, master, chunk.begin + begin, range.numel);
-  Published out = writes_back && !shares_master(flat)
+  Published out = writes_back && !shares_master(rank_, flat)
                       ? publish_from(rest_at(flat, chunk.begin + begin), range, master)
                       : Published{};
   range.param_out = out.written.data;
@@ -489,9 +494,9 @@ void Updates::publish(const PlannedStep& planned) {
   const auto pack = [this, walk, units, joined] {
     for (const int unit : units) {
       for (Flat& flat : rank_.units[unit].flats) {
-        if (!flat.trainable || (shares_master(flat) && walk->route().local())) continue;
+        if (!flat.trainable || (shares_master(rank_, flat) && walk->route().local())) continue;
         Buffer& rest = flat.rest().one();
-        if (shares_master(flat)) rank_.traffic.changes(rest);
+        if (shares_master(rank_, flat)) rank_.traffic.changes(rest);
         rank_.traffic.make_room(rest, mem::Account::kParam);
         const device::Address master =
             joined ? device::Address() : master_of(flat, flat.chunks.front());

@@ -88,9 +88,6 @@ class Updates {
   // Copies user edits of the parameters in this range to their masters.
   void take_edits(Flat& flat, device::Address master, int64_t element, int64_t numel) const;
   device::Address master_of(Flat& flat, ChunkState& chunk);  // address of its first element
-  bool shares_master(const Flat& flat) const {
-    return !rank_.has_master[static_cast<size_t>(flat.dtype)];
-  }
   template <class View>
   void for_each_piece(const View& view);
 

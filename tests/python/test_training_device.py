@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 import warnings
 
 import pytest
@@ -34,5 +35,6 @@ def test_one_thread_for_the_optimizer_on_the_host(  # noqa: PLR0913, PLR0917 - t
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        warn_of_one_thread(torch.device(device), optimizer)
+        config = types.SimpleNamespace(offload=types.SimpleNamespace(optimizer=optimizer))
+        warn_of_one_thread(torch.nn.Linear(1, 1), torch.device(device), config)
     assert ["OMP_NUM_THREADS is 1" in str(one.message) for one in seen] == [True] * warns

@@ -95,8 +95,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
         _cores.add(self)
         self.config = self._core.config
-        place = described.device or module_tree.device_of(self.module)
-        training_device.warn_of_one_thread(place, self.config.offload.optimizer)
+        training_device.warn_of_one_thread(self.module, described.device, self.config)
         self._pipeline = pipeline_parallel.PipelineParallel(self.module, self._core, self.config)
         sharded_init.let_go(self._core.mean)
         if self.config.seed >= 0:

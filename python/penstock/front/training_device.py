@@ -107,17 +107,18 @@ def _warn_of_idle(device: torch.device) -> None:
     )
 
 
-def warn_of_one_thread(device: torch.device, optimizer: str) -> None:
+def warn_of_one_thread(model: torch.nn.Module, device: torch.device | None, config: Any) -> None:
     """Warns on a node's first rank if OMP_NUM_THREADS slows the optimizer on the host down.
 
     Args:
-        device: where the model trains.
-        optimizer: the key `offload.optimizer`.
+        device: where the model trains, or None if it stays where it is.
+        config: the engine's config.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
     cores = len(os.sched_getaffinity(0)) // ranks
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if device.type == "cpu" or optimizer == "none" or not first:
+    place = device or module_tree.device_of(model)
+    if place.type == "cpu" or config.offload.optimizer == "none" or not first:
         return
     if os.environ.get("OMP_NUM_THREADS") != "1" or cores < _MANY_CORES:
         return
