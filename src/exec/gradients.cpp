@@ -25,7 +25,7 @@ constexpr int64_t kAlone = int64_t{1} << 20;
 
 // Large gradients are copied at once, which frees their memory. The others of a unit are copied by
 // one call.
-void pack(Flat& flat, const Buffer& sum) {
+void pack_into(const Buffer& sum, Flat& flat) {
   if (flat.unpacked.empty()) return;
   const device::Unseen unseen;
   std::array<std::vector<at::Tensor>, 2> into, from;  // by Unpacked::adds
@@ -90,7 +90,7 @@ Copy& Gradients::zeros_at(const Placement& place, Flat& flat) {
 void Gradients::pack() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
-      if (!flat.unpacked.empty()) pack(flat, sum_of(flat).one());
+      if (!flat.unpacked.empty()) pack_into(sum_of(flat).one(), flat);
     }
   }
 }
@@ -117,7 +117,7 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   if (sum.data().device != nullptr && slot.numel < kAlone) {
     const bool again = std::any_of(flat.unpacked.begin(), flat.unpacked.end(),
                                    [&](const Unpacked& one) { return one.slot == &slot; });
-    if (again) pack(flat, sum);
+    if (again) pack_into(sum, flat);
     flat.unpacked.push_back({&slot, dense, slot.written});
     slot.written = slot.touched = slot.had = true;
     return true;
@@ -153,7 +153,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
     unit.grads.move(moves, from);
     for (Flat& flat : unit.flats) {
       if (!flat.trainable) continue;
-      if (!flat.unpacked.empty()) pack(flat, sum_of(flat).one());
+      if (!flat.unpacked.empty()) pack_into(sum_of(flat).one(), flat);
       flat.grads.reserve(flat.grads.size() + 3);  // so that pointers into the vector stay valid
       Copy* source = from == made ? &sum_of(flat) : find(flat.grads, from);
       // If this rank has no contribution, it takes part in the sum with zeros.
@@ -217,7 +217,7 @@ void Gradients::sum(const PlannedStep& planned) {
     for (Flat& flat : unit.flats) {
       const bool sums = across ? flat.owners.size() > 1 : flat.tensor == TensorCut::kPartial;
       if (!flat.trainable || !sums) continue;
-      if (!flat.unpacked.empty()) pack(flat, sum_of(flat).one());
+      if (!flat.unpacked.empty()) pack_into(sum_of(flat).one(), flat);
       flat.grads.reserve(flat.grads.size() + 1);
       // A copy on disk already has the sum of earlier backwards, and the sum of this backward is
       // added to it later.
