@@ -7,9 +7,9 @@
 // thread submits a line with device collectives, it takes a turn for the line. A lane launches a
 // line's collectives when all earlier turns were left. All engines that a process has on a device
 // share its turns. Ranks submit their lines in one order, with one exception: if a unit runs
-// several times in a forward (or in torch's reentrant checkpoint), and one of its parameters gets no
-// gradient on one rank only, that rank submits the unit's reduction, and the later ones, at the end
-// of the backward.
+// several times in a forward (or in torch's reentrant checkpoint), and one of its parameters gets
+// no gradient on one rank only, that rank submits the unit's reduction, and the later ones, at the
+// end of the backward.
 #include <c10/core/Device.h>
 
 #include <condition_variable>
