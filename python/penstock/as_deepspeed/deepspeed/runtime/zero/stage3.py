@@ -36,6 +36,6 @@ def mark_model(model: torch.nn.Module, settings: Any) -> None:
     apply_zero_leaf_module_config(model, DeepSpeedZeroLeafModuleConfig(**section))
     leaves = {id(p): module for module in get_z3_leaf_modules(model) for p in module.parameters()}
     for param in model.parameters():
-        mark(param)
+        mark(param, bool(getattr(settings, "enable_sanity_checks", False)))
         if id(param) in leaves:
             param.ds_z3_leaf_module = leaves[id(param)]  # type: ignore[attr-defined]
