@@ -10,6 +10,7 @@ import torch
 
 from .._refusal import DeepSpeedRefusal
 from ..utils.logging import warning_once
+from .zero.state_placeholders import is_readable
 
 _ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # those that are not destroyed
 
@@ -18,6 +19,8 @@ class BackwardWeights:
     """The part of DeepSpeedEngine that weights the gradients of a backward."""
 
     native: Any
+    module: torch.nn.Module
+    basic_optimizer: Any
     _config: Any
     _reduction: str
     _summed: float
@@ -69,6 +72,32 @@ class BackwardWeights:
         scaled: torch.Tensor = self.native.scale(loss)
         self._loss_scaled()
         return scaled
+
+    def _take_gradients(self) -> None:
+        """Uses the `.grad` that a script has set at stage 0, as DeepSpeed does.
+
+        In fp16 it has the loss scale. It is averaged over ranks; other parameters get none.
+        """
+        params = [one for group in self.basic_optimizer.param_groups for one in group["params"]]
+        if not params or params[0].grad is None or not is_readable(params[0].grad):
+            return
+        scale = self.native.loss_scale
+        given = [(one, one.grad.float() / scale) for one in params if one.grad is not None]
+        for one in params:
+            one.grad = None
+        before = self.module.__dict__.get("forward")
+        self.module.forward = lambda: sum((one.float() * grad).sum() for one, grad in given)
+        self._in_forward = True
+        try:
+            loss = self.native()
+        finally:
+            self._in_forward = False
+            del self.module.forward
+            if before is not None:
+                self.module.forward = before
+        self.native.set_backward_weight(1.0)
+        self.native.backward(loss, gradient=torch.ones_like(loss))
+        self._weigh(1.0)
 
     def _loss_scaled(self) -> None:
         """Sets the weights for a loss that has this engine's loss scale."""

@@ -395,6 +395,8 @@ class DeepSpeedEngine(
     def update(self) -> None:
         """Updates only the weights. Raises ConfigError if the engine has no optimizer."""
         self._need_optimizer("step")
+        if self._config.zero_optimization_stage == 0 and self._reduction == "sum":
+            self._take_gradients()
         self._applied = self.native.step(force=True)
         self.last_step_overflowed = not self._applied
 
