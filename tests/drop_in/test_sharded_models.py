@@ -540,6 +540,23 @@ def test_offload_states_on_a_cpu(drop_in_pools, stage):
         assert "'typo' is not a valid OffloadStateTypeEnum" in unknown and none == ""
 
 
+def first_masters(stage: int) -> bool:
+    """Whether the first fp32 masters are the fp32 values that the model had."""
+    torch.manual_seed(0)
+    model = Net()
+    before = [one.detach().clone() for one in model.parameters()]
+    settings = config(stage, bf16={"enabled": True})
+    engine = deepspeed().initialize(model=model, config=settings)[0]
+    masters = [deepspeed().utils.safe_get_full_fp32_param(one) for one in model.parameters()]
+    engine.destroy()
+    return all(map(torch.equal, masters, before))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_first_masters_are_not_rounded(drop_in_pools, stage):
+    assert drop_in_pools(2).run(first_masters, stage) == [True, True]
+
+
 def sections() -> list[Any]:
     zero = deepspeed().runtime.zero
     make = zero.config.DeepSpeedZeroConfig
