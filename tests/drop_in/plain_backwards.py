@@ -101,6 +101,11 @@ def _mutual(nets: list[Any], x: torch.Tensor) -> list[torch.Tensor]:
     return [functional.mse_loss(one, other) + one.square().mean() + other.square().mean()]
 
 
+def _modules(nets: list[Any], x: torch.Tensor) -> list[torch.Tensor]:
+    """One loss of two models that are called without their engines."""
+    return _mutual([getattr(one, "module", one) for one in nets], x)
+
+
 def _distilled(nets: list[Any], x: torch.Tensor) -> list[torch.Tensor]:
     with torch.no_grad():
         wanted = nets[1](x)
@@ -159,8 +164,12 @@ CASES: dict[str, tuple[Callable[[], list[Net]], Micro]] = {
     "other-windows-by-the-engine": (_made("logits", 2), _mutual),
     "window-grows": (_made("tuple"), _all_outputs),
     "bf16": (_made("tuple"), _all_outputs),
+    "fp16-modules": (_made("logits", 2), _modules),
+    "fp16-modules-by-the-engine": (_made("logits", 2), _modules),
+    "fp16-modules-scaled": (_made("logits", 2), _modules),
 }
 EACH = {"two-backwards", "gan"}
+FP16 = {name for name in CASES if name.startswith("fp16")}
 NAMES = [f"{case}-stage{stage}" for stage, case in itertools.product(range(4), CASES)]
 
 
@@ -217,6 +226,14 @@ def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.clone()
 
 
+def _backward_of(case: str, engine: Any) -> Callable[..., Any]:
+    if case.endswith("-by-the-engine"):
+        return engine.backward  # type: ignore[no-any-return]
+    if case.endswith("-scaled"):
+        return lambda loss, **options: engine.scale(loss).backward(**options)
+    return lambda loss, **options: loss.backward(**options)
+
+
 def _engines(case: str, stage: int, models: list[Net], micro: Micro) -> None:
     import deepspeed  # noqa: PLC0415 - the tests that import this module do without
 
@@ -231,7 +248,9 @@ def _engines(case: str, stage: int, models: list[Net], micro: Micro) -> None:
         config["bf16"] = {"enabled": True}
     engines = []
     for i, one in enumerate(models):
-        changes = {"gradient_accumulation_steps": _steps(case, i, 0)}
+        changes: dict[str, Any] = {"gradient_accumulation_steps": _steps(case, i, 0)}
+        if case in FP16:  # each engine has its own loss scale
+            changes["fp16"] = {"enabled": True, "initial_scale_power": 6 + i}
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         engines.append(
             deepspeed.initialize(model=one, optimizer=optimizer, config=config | changes)[0]
@@ -243,10 +262,8 @@ def _engines(case: str, stage: int, models: list[Net], micro: Micro) -> None:
         most = max(_steps(case, i, window) for i in range(len(engines)))
         for step in range(most):
             x = _inputs(window, step, rank)
-            losses = micro(engines, x.bfloat16() if case == "bf16" else x)
-            by_engine = case.endswith("-by-the-engine")
-            plain = lambda loss, **options: loss.backward(**options)  # noqa: E731
-            _differentiate(case, losses, engines[0].backward if by_engine else plain)
+            x = x.half() if case in FP16 else x.bfloat16() if case == "bf16" else x
+            _differentiate(case, micro(engines, x), _backward_of(case, engines[0]))
             for engine in engines:
                 if case == "mutual":
                     engine._backward_epilogue()  # as scripts do that share a loss

@@ -124,6 +124,34 @@ def test_the_scale_follows_deepspeed(stage, overflows, keys, drop_in_pools):
         assert one["view"] == [dynamic, steps, window, shift]
 
 
+def given_by_hand(precision: str) -> tuple[float, list[float], int]:
+    """`.grad` set at stage 0, beside plain torch: the difference, loss scales, skipped steps."""
+    fp16 = {"enabled": precision == "fp16", "initial_scale_power": 4}
+    engine, plain = engine_of(0, {"fp16": fp16}), net()
+    sgd, scales = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for value in (0.25, -1.0, math.nan, 2.0):
+        scale = engine.native.loss_scale
+        for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            ours.grad = torch.full_like(ours, value * scale)
+            theirs.grad = torch.full_like(theirs, value)
+        engine.step()
+        if not math.isnan(value):
+            sgd.step()
+        scales.append(engine.native.loss_scale)
+    engine.backward(loss_of(engine, 0, torch.float16 if precision == "fp16" else torch.float32))
+    engine.destroy()
+    pairs = zip(engine.module.parameters(), plain.parameters(), strict=True)
+    off = max((one.float() - other).abs().max().item() for one, other in pairs)
+    return off, scales, engine.skipped_steps
+
+
+def test_gradients_set_by_hand_at_stage_0(drop_in_pools):
+    for precision, limit, left in (("fp32", 1e-6, 1.0), ("fp16", 1e-3, 16.0)):
+        for off, scales, skipped in drop_in_pools(WORLD).run(given_by_hand, precision):
+            assert off < limit and skipped == 1
+            assert scales == [left, left, max(left / 2, 1.0), max(left / 2, 1.0)]
+
+
 def plainly_scaled(scale: float) -> str:
     """A plain loss.backward() in fp16: its weights against those of engine.backward()."""
     weights = []

@@ -49,13 +49,15 @@ def test_as_plain(loop, models, drop_in_pools):
         assert ours == pytest.approx(plain, abs=1e-5, rel=1e-5)
 
 
-def small(with_engine: bool, trains: bool = True) -> tuple[Any, torch.nn.Module, Any]:
+def small(
+    with_engine: bool, trains: bool = True, **section: Any
+) -> tuple[Any, torch.nn.Module, Any]:
     """A model under ZeRO-3: in zero.Init, or with an engine, with an optimizer or without."""
     ds = pipes.deepspeed()
     torch.manual_seed(0)
-    with ds.zero.Init(enabled=not with_engine):
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **section}}
+    with ds.zero.Init(enabled=not with_engine, config_dict_or_path=config):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
     if trains:
         config["optimizer"] = optimizer
@@ -81,9 +83,26 @@ def edits(with_engine: bool) -> None:
         engine.destroy()
 
 
+def checked_edits(with_engine: bool) -> None:
+    """With enable_sanity_checks a change without a modifier_rank is refused on every rank."""
+    ds, model, engine = small(with_engine, enable_sanity_checks=True)
+    weight = model[0].weight
+    with ds.zero.GatheredParameters([weight]):
+        wanted = weight.data.clone()
+    for write in (lambda: weight.add_(0.0), lambda: weight.data.add_(1.0)):
+        with pytest.raises(RuntimeError, match="in-place modification"):
+            with ds.zero.GatheredParameters([weight]), torch.no_grad():
+                write()
+        with ds.zero.GatheredParameters([weight]):
+            assert torch.equal(weight.data, wanted)
+    if engine is not None:
+        engine.destroy()
+
+
 @pytest.mark.parametrize("with_engine", (False, True))
-def test_edits_without_a_rank(with_engine, drop_in_pools):
-    drop_in_pools(2).run(edits, with_engine)
+@pytest.mark.parametrize("case", (edits, checked_edits))
+def test_edits_without_a_rank(case, with_engine, drop_in_pools):
+    drop_in_pools(2).run(case, with_engine)
 
 
 def entries(with_engine: bool, folder: str) -> None:

@@ -478,14 +478,16 @@ def leaves() -> list[Any]:
     engine = deepspeed().initialize(model=model, config=config(3, zero_optimization=zero))[0]
     found.append(names(model, u.get_z3_leaf_modules(model)))
     found.append([u.z3_leaf_parameter(one) for one in model.parameters()])
+    found.append([u.z3_leaf_module(model.head), u.z3_leaf_module(model)])  # also a module's name
+    lists = engine.optimizer.leaf_parameters
+    found.append({names(model, [one])[0]: len(lists[one]) for one in lists})
     engine.destroy()
     return found
 
 
 def test_leaf_modules(drop_in_pools):
-    by_class, by_text, by_path, name, end, some_names, some_ends, left, *texts, section, params = (
-        drop_in_pools(2).run(leaves)[0]
-    )
+    *marks, section, params, are_leaves, lists = drop_in_pools(2).run(leaves)[0]
+    by_class, by_text, by_path, name, end, some_names, some_ends, left, *texts = marks
     assert by_class == [["blocks.0", "head"]] * 2
     assert by_text == [["blocks.0"]] * 2
     assert by_path == [["blocks", "head"]] * 2
@@ -497,7 +499,8 @@ def test_leaf_modules(drop_in_pools):
     assert left == ["blocks.0"]
     assert [text.split(":")[0] for text in texts] == ["ValueError"] * 3
     assert section == ["blocks", "blocks.0", "head"]
-    assert params == [True] * 6
+    assert params == [True] * 6 and are_leaves == [True, False]
+    assert sum(lists.values()) == 6 and set(lists) <= set(section)
 
 
 # ---- states in host memory
@@ -535,6 +538,23 @@ def test_offload_states_on_a_cpu(drop_in_pools, stage):
         nvme, unknown, none = found["said"]
         assert "NVMe is not supported, as in DeepSpeed" in nvme
         assert "'typo' is not a valid OffloadStateTypeEnum" in unknown and none == ""
+
+
+def first_masters(stage: int) -> bool:
+    """Whether the first fp32 masters are the fp32 values that the model had."""
+    torch.manual_seed(0)
+    model = Net()
+    before = [one.detach().clone() for one in model.parameters()]
+    settings = config(stage, bf16={"enabled": True})
+    engine = deepspeed().initialize(model=model, config=settings)[0]
+    masters = [deepspeed().utils.safe_get_full_fp32_param(one) for one in model.parameters()]
+    engine.destroy()
+    return all(map(torch.equal, masters, before))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_first_masters_are_not_rounded(drop_in_pools, stage):
+    assert drop_in_pools(2).run(first_masters, stage) == [True, True]
 
 
 def sections() -> list[Any]:

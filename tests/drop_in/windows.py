@@ -66,14 +66,14 @@ def _tried(engine: Any, block: Callable[[], Any], said: dict[str, str]) -> None:
         said["again"] = raised(lambda: _tried(engine, block, {}))
 
 
-def _engine(case: str, stage: int) -> Any:
+def _engine(case: str, stage: int, overlaps: bool = False) -> Any:
     import deepspeed  # noqa: PLC0415 - the tests that import this module do without
 
     model = _net()
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2 if case.startswith("unmanaged") else 1,
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_optimization": {"stage": stage, "overlap_comm": overlaps},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         "managed_gradient_accumulation": not case.startswith("unmanaged"),
@@ -133,6 +133,8 @@ def run(name: str) -> dict[str, Any]:
         said["coalesce"] = raised(lambda: _tried(engine, engine.coalesce_grad_reduction, {}))
     counts = [engine.global_steps, engine.global_samples, engine.skipped_steps]
     engine.destroy()
+    if case == "unmanaged":
+        said["overlap"] = raised(lambda: _engine(case, int(stage), overlaps=True).destroy())
     plain = _plain(divided=case != "unmanaged-undivided")
     flat = [
         torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -177,9 +177,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._ours().update()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        self._ours()._loss_scaled()
         self._ours().native.backward(loss, retain_graph=retain_graph)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        self._ours()._loss_scaled()
         return loss * self.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import warnings
-import weakref
 from collections.abc import Sequence
 from logging import WARNING
 from typing import Any
@@ -29,6 +28,7 @@ from ..ops.adam.fused_adam import FusedAdam
 from ..utils import groups
 from ..utils.bwc import bwc_tensor_model_parallel_group
 from ..utils.logging import log_dist
+from .backward_weights import _ENGINES, BackwardWeights
 from .base_optimizer import (
     DeepSpeedZeroOptimizer,
     EngineState,
@@ -55,7 +55,6 @@ from .sequence_parallel.parallel_state_sp import SequenceGrid
 from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3, mark_model
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
-_ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # those that are not destroyed
 _NOTHING = contextlib.nullcontext()
 
 
@@ -84,7 +83,9 @@ def close_earlier(model: torch.nn.Module) -> None:
             )
 
 
-class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn.Module):
+class DeepSpeedEngine(
+    EngineCheckpoints, EngineSettings, EngineWindows, BackwardWeights, torch.nn.Module
+):
     """Trains one model with the calls of DeepSpeed's engine. `deepspeed.initialize()` creates it.
 
     Attributes:
@@ -260,6 +261,11 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         if self.native.state_names() and made is not None:
             made.state = EngineState(self.native, made)
         self.optimizer = self._wrapped(made)
+        self._module_hook = (
+            self._model.register_forward_hook(self._after_module)
+            if self._config.fp16_enabled and made is not None and self._reduction == "sum"
+            else None
+        )
 
     def _with_parts_joined(self, native: dict[str, Any]) -> dict[str, Any]:
         """Gives cut parameters their full values, which the engine cuts again in the same way.
@@ -305,10 +311,14 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         if self._frozen:
             return self._without_gradients(inputs, kwargs)
         self.tput_timer.start()
-        if self._clock.silent:
-            return self.native(*inputs, **kwargs)
-        with self._clock.around("forward"), self._clock.profiled():
-            return self.native(*inputs, **kwargs)
+        self._in_forward = True
+        try:
+            if self._clock.silent:
+                return self.native(*inputs, **kwargs)
+            with self._clock.around("forward"), self._clock.profiled():
+                return self.native(*inputs, **kwargs)
+        finally:
+            self._in_forward = False
 
     def _without_gradients(self, inputs: Any, kwargs: Any) -> Any:
         """Runs the forward of an engine without an optimizer: its parameters get no gradients."""
@@ -318,16 +328,6 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
             return self.native(*inputs, **kwargs)
         finally:
             _set_trainable(paused, True)
-
-    def _weigh(self, divided_by: float) -> None:
-        """Sets the weight of gradients from a loss that was divided by `divided_by`.
-
-        A plain `loss.backward()` does not divide the loss, so its gradients are weighted when they
-        reach the parameters.
-        """
-        if self._reduction == "sum":
-            weight = divided_by / self.gradient_accumulation_steps()
-            self.native.set_backward_weight(weight * self._summed)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -349,8 +349,10 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         self._backwards += 1
         others = [one for one in _ENGINES if one is not self]
         for one in others:  # the loss may depend on these engines' parameters, too
-            one._weigh(steps if scale_wrt_gas else one.gradient_accumulation_steps())
+            divided_by = steps if scale_wrt_gas else one.gradient_accumulation_steps()
+            one._weigh(divided_by, self.native.loss_scale)
         self.native.set_backward_weight(self._summed)
+        self._unscaled = False
         try:
             with _NOTHING if self._clock.silent else self._clock.around("backward"):
                 self.native.backward(scaled, retain_graph=retain_graph)
@@ -393,6 +395,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
     def update(self) -> None:
         """Updates only the weights. Raises ConfigError if the engine has no optimizer."""
         self._need_optimizer("step")
+        if self._config.zero_optimization_stage == 0 and self._reduction == "sum":
+            self._take_gradients()
         self._applied = self.native.step(force=True)
         self.last_step_overflowed = not self._applied
 
@@ -451,20 +455,6 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
         """Whether the last step() changed the weights."""
         return self._applied
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss times the loss scale (fp16), for a plain `.backward()`.
-
-        Raises ConfigError without an optimizer, and for anything but a loss with a graph.
-        """
-        self._need_optimizer("scale")
-        if loss.numel() != 1 or loss.grad_fn is None:
-            raise DeepSpeedRefusal(
-                f"[deepspeed::scale] the loss has shape {tuple(loss.shape)}; it must be a scalar "
-                f"tensor with grad_fn, as in DeepSpeed. For others call tensor.backward(gradient)"
-            )
-        scaled: torch.Tensor = self.native.scale(loss)
-        return scaled
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the window.
 
@@ -493,6 +483,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, EngineWindows, torch.nn
             self._close_groups()
             self._grid = None
         _ENGINES.discard(self)
+        if self._module_hook is not None:
+            self._module_hook.remove()
         self.monitor.close()
         try:
             self.native.close()

@@ -161,6 +161,12 @@ def check_arguments(engine: Any, reduction: str) -> None:
             '[deepspeed::initialize] "gradient_allreduce_op" is "sum", which is not supported '
             "with a PipelineModule: multiply the loss by the number of data ranks"
         )
+    unmanaged = not engine._config.managed_gradient_accumulation
+    if unmanaged and engine._config.zero_optimization_stage < 2 and engine.zero_overlap_comm():
+        raise DeepSpeedRefusal(
+            '[deepspeed::initialize] "managed_gradient_accumulation": false supports overlap_comm '
+            "only with ZeRO stage 2 and 3, as in DeepSpeed: remove overlap_comm"
+        )
     named, own = engine._config.grad_accum_dtype, engine._config.native.get("precision", "fp32")
     held = "bf16" if "bf" in (named or own) else "fp16" if named in _HALF else "fp32"
     if named is not None and engine._config.zero_optimization_stage == 0 and held != own:

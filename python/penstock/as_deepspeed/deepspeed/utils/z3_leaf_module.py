@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +20,16 @@ def z3_leaf_module(model: torch.nn.Module) -> bool:
 def z3_leaf_parameter(model: torch.nn.Parameter) -> bool:
     """Whether the parameter was in a marked module when its engine was created."""
     return hasattr(model, "ds_z3_leaf_module")
+
+
+class _Callable(types.ModuleType):
+    """The module, which `deepspeed.utils` has under the name of its function."""
+
+    def __call__(self, model: torch.nn.Module) -> bool:
+        return z3_leaf_module(model)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 
 def set_z3_leaf_module(model: torch.nn.Module, flag: bool = True) -> None:

@@ -16,6 +16,7 @@ from penstock.front.recompute import Recomputed
 from penstock.parallel.pipeline_layers import as_inputs
 
 from ... import _missing_name
+from ..._refusal import DeepSpeedRefusal
 from ...utils import groups
 from ...utils.loaders import RepeatingLoader
 from ...utils.logging import log_dist
@@ -107,9 +108,9 @@ class PipelineEngine(DeepSpeedEngine):
         made = DeepSpeedConfig(kept, own=own)
         made._param_dict = given
         if not made.managed_gradient_accumulation:
-            raise ConfigError(
+            raise DeepSpeedRefusal(
                 '[deepspeed::initialize] "managed_gradient_accumulation": false is not supported '
-                "with a PipelineModule, as in DeepSpeed: train_batch() sets the windows"
+                "with pipeline parallelism, as in DeepSpeed: train_batch() sets the windows"
             )
         if made.native["mesh"]["tensor"] != self.grid.model_parallel_size:
             raise ConfigError(

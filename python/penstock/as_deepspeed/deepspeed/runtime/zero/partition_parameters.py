@@ -39,8 +39,11 @@ install()
 _ids = itertools.count()
 
 
-def mark(param: torch.Tensor) -> None:
-    """Adds DeepSpeed's attributes to a sharded parameter. Its shape stays the full one."""
+def mark(param: torch.Tensor, checks: bool = False) -> None:
+    """Adds DeepSpeed's attributes to a sharded parameter. Its shape stays the full one.
+
+    `checks` is `enable_sanity_checks` of the config.
+    """
     if hasattr(param, "ds_id"):
         return
     made: Any = param
@@ -48,6 +51,7 @@ def mark(param: torch.Tensor) -> None:
     made.ds_shape, made.ds_numel = param.shape, param.numel()
     made.ds_status, made.ds_persist = ZeroParamStatus.NOT_AVAILABLE, False
     made.ds_active_sub_modules = set()
+    made.ds_enable_sanity_checks = checks
     made.ds_process_group = None
     made.ds_tensor = None
     for name, method in _METHODS.items():
@@ -185,7 +189,10 @@ class Init:
         if not enabled:
             return
         given = config if config is not None else config_dict_or_path
-        self._path = _nvme_path(as_dict(given) if given is not None else None)
+        values = as_dict(given) if given is not None else {}
+        self._path = _nvme_path(values)
+        section = values.get("zero_optimization") or {}
+        self._checks = isinstance(section, dict) and section.get("enable_sanity_checks") is True
         _check_place(remote_device, self._path)
         if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             _refuse("dtype", dtype, "allowed: torch.float32, torch.bfloat16, torch.float16")
@@ -209,22 +216,21 @@ class Init:
                     self._shard(param)
             self._dtype = kept
 
-    @staticmethod
-    def _shard(param: torch.nn.Parameter) -> None:
+    def _shard(self, param: torch.nn.Parameter) -> None:
         sharded_init.shard(param)
-        mark(param)
+        mark(param, self._checks)
 
     def __enter__(self) -> Init:
         if not self.enabled:
             return self
         self._stack = contextlib.ExitStack()
-        dtype = self._dtype
+        dtype, checks = self._dtype, self._checks
 
         def registered(_module: Any, _name: str, param: torch.nn.Parameter | None) -> None:
             if isinstance(param, torch.nn.Parameter) and param.is_floating_point():
                 if dtype is not None and param.dtype != dtype:
                     param.data = param.data.to(dtype)
-                mark(param)
+                mark(param, checks)
 
         self._stack.enter_context(penstock.init(path=self._path, device=rank_device()))
         if dtype is not None:
@@ -250,7 +256,7 @@ class GatheredParameters:
     Args:
         params: one or several parameters, sharded or not.
         modifier_rank: the rank whose changes are kept; None if no rank changes values, or all ranks
-            make the same changes.
+            make the same changes. With `enable_sanity_checks` any change then is an error.
         fwd_module: accepted, without effect.
         enabled: False disables the context.
 
@@ -333,6 +339,7 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
                     for one in own:
                         comm._broadcast_values(one.data, modifier_rank)
             elif modifier_rank is None:
+                _refuse_edits(params, seen)
                 _keep_same_edits(engines, {id(p): h for p, h in zip(params, seen, strict=True)})
         finally:
             for param, status in zip(params, before, strict=True):
@@ -380,6 +387,18 @@ def _are_equal(values: torch.Tensor) -> bool:
     first = values.detach().clone()
     comm._broadcast_values(first, 0)
     return not _on_any_rank([not torch.equal(first, values)])[0]
+
+
+def _refuse_edits(params: list[torch.Tensor], seen: list[tuple[int, int]]) -> None:
+    """Refuses every change if `enable_sanity_checks` is set, as DeepSpeed does."""
+    if not any(getattr(one, "ds_enable_sanity_checks", False) for one in params):
+        return
+    edited = [_seen(one) != before for one, before in zip(params, seen, strict=True)]
+    if any(_on_any_rank(edited)):
+        raise penstock.RuntimeFault(
+            "[deepspeed::GatheredParameters] in-place modification of parameters without a "
+            "modifier_rank, which enable_sanity_checks refuses: pass the rank whose values to keep"
+        )
 
 
 def _keep_same_edits(engines: dict[int, tuple[Any, list[torch.Tensor]]], seen: Any) -> None:

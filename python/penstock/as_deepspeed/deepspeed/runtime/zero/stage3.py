@@ -20,6 +20,15 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's 
         super().__init__(engine, optimizer)
         self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
+    @property
+    def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
+        """The parameters of each leaf module, as marked when the engine was created."""
+        found: dict[torch.nn.Module, list[torch.nn.Parameter]] = {}
+        for param in self._ours().module.parameters():
+            if hasattr(param, "ds_z3_leaf_module"):
+                found.setdefault(param.ds_z3_leaf_module, []).append(param)
+        return found
+
 
 def mark_model(model: torch.nn.Module, settings: Any) -> None:
     """Adds DeepSpeed's attributes to the parameters, and marks the config's leaf modules."""
@@ -27,6 +36,6 @@ def mark_model(model: torch.nn.Module, settings: Any) -> None:
     apply_zero_leaf_module_config(model, DeepSpeedZeroLeafModuleConfig(**section))
     leaves = {id(p): module for module in get_z3_leaf_modules(model) for p in module.parameters()}
     for param in model.parameters():
-        mark(param)
+        mark(param, bool(getattr(settings, "enable_sanity_checks", False)))
         if id(param) in leaves:
             param.ds_z3_leaf_module = leaves[id(param)]  # type: ignore[attr-defined]

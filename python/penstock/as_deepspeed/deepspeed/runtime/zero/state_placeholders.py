@@ -28,7 +28,8 @@ def _warn_once(text: str) -> None:
         logger.warning(text)
 
 
-def _is_readable(param: torch.Tensor) -> bool:
+def is_readable(param: torch.Tensor) -> bool:
+    """Whether this rank has the tensor's values."""
     try:
         param.data_ptr()
     except RuntimeError:
@@ -43,7 +44,7 @@ def _save_to_state_dict(
     if keep_vars:
         return
     for name, param in self._parameters.items():
-        if param is None or not hasattr(param, "ds_id") or _is_readable(param):
+        if param is None or not hasattr(param, "ds_id") or is_readable(param):
             continue
         destination[prefix + name] = torch.empty(0, dtype=param.dtype, device=param.device)
         if engine_of(param) is not None or not sharded_init.is_open():
@@ -57,7 +58,7 @@ def _apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) 
     """Converts a module, except an engine's sharded parameters if `fn` would only move them."""
 
     def kept(tensor: torch.Tensor) -> Any:
-        if not hasattr(tensor, "ds_id") or _is_readable(tensor) or engine_of(tensor) is None:
+        if not hasattr(tensor, "ds_id") or is_readable(tensor) or engine_of(tensor) is None:
             return fn(tensor)
         like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         found = fn(like)

@@ -1,0 +1,106 @@
+"""The part of the engine that weights gradients, because a script may call backward of the loss
+itself: then the loss is not divided by the accumulation steps, and in fp16 perhaps not scaled."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from .._refusal import DeepSpeedRefusal
+from ..utils.logging import warning_once
+from .zero.state_placeholders import is_readable
+
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # those that are not destroyed
+
+
+class BackwardWeights:
+    """The part of DeepSpeedEngine that weights the gradients of a backward."""
+
+    native: Any
+    module: torch.nn.Module
+    basic_optimizer: Any
+    _config: Any
+    _reduction: str
+    _summed: float
+    _in_forward = False
+    _unscaled = False  # a plain backward may follow whose loss nobody has scaled
+    gradient_accumulation_steps: Any
+    _need_optimizer: Any
+
+    def _after_module(self, *_: Any) -> None:
+        """Lets a plain `loss.backward()` follow a call of `engine.module` in fp16, as in DeepSpeed.
+
+        The gradients of the unscaled loss are weighted with the loss scale in fp32.
+        """
+        if self._in_forward or not torch.is_grad_enabled():
+            return
+        warning_once(
+            "engine.module was called with fp16. A plain loss.backward() would not scale the loss, "
+            "so small gradients may be 0: use engine.backward() or engine.scale(loss).backward()"
+        )
+        self.native._core.resume_backward()
+        self._unscaled = True
+        self._weigh(1.0)
+
+    def _weigh(self, divided_by: float, scaled_by: float | None = None) -> None:
+        """Sets the weight of gradients from a loss that was divided by `divided_by`.
+
+        A plain `loss.backward()` does not divide the loss, so its gradients are weighted when they
+        reach the parameters. `scaled_by` is the loss scale of the loss; default: this engine's, or
+        1 if the loss is not scaled.
+        """
+        if self._reduction == "sum":
+            weight = divided_by / self.gradient_accumulation_steps()
+            if self._config.fp16_enabled or scaled_by is not None:
+                own = self.native.loss_scale
+                weight *= own / (scaled_by or (1.0 if self._unscaled else own))
+            self.native.set_backward_weight(weight * self._summed)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss times the loss scale (fp16), for a plain `.backward()`.
+
+        Raises ConfigError without an optimizer, and for anything but a loss with a graph.
+        """
+        self._need_optimizer("scale")
+        if loss.numel() != 1 or loss.grad_fn is None:
+            raise DeepSpeedRefusal(
+                f"[deepspeed::scale] the loss has shape {tuple(loss.shape)}; it must be a scalar "
+                f"tensor with grad_fn, as in DeepSpeed. For others call tensor.backward(gradient)"
+            )
+        scaled: torch.Tensor = self.native.scale(loss)
+        self._loss_scaled()
+        return scaled
+
+    def _take_gradients(self) -> None:
+        """Uses the `.grad` that a script has set at stage 0, as DeepSpeed does.
+
+        In fp16 it has the loss scale. It is averaged over ranks; other parameters get none.
+        """
+        params = [one for group in self.basic_optimizer.param_groups for one in group["params"]]
+        if not params or params[0].grad is None or not is_readable(params[0].grad):
+            return
+        scale = self.native.loss_scale
+        given = [(one, one.grad.float() / scale) for one in params if one.grad is not None]
+        for one in params:
+            one.grad = None
+        before = self.module.__dict__.get("forward")
+        self.module.forward = lambda: sum((one.float() * grad).sum() for one, grad in given)
+        self._in_forward = True
+        try:
+            loss = self.native()
+        finally:
+            self._in_forward = False
+            del self.module.forward
+            if before is not None:
+                self.module.forward = before
+        self.native.set_backward_weight(1.0)
+        self.native.backward(loss, gradient=torch.ones_like(loss))
+        self._weigh(1.0)
+
+    def _loss_scaled(self) -> None:
+        """Sets the weights for a loss that has this engine's loss scale."""
+        self._unscaled = False
+        for one in _ENGINES:
+            one._weigh(1.0, self.native.loss_scale)
