@@ -105,7 +105,7 @@ AT_THE_BORDER = [
     ),
     Mutation(
         "a plain backward of the drop-in is not weighted",
-        "python/penstock/as_deepspeed/deepspeed/runtime/engine.py",
+        "python/penstock/as_deepspeed/deepspeed/runtime/backward_weights.py",
         "weight = divided_by / self.gradient_accumulation_steps()",
         "weight = divided_by / divided_by",
         Pytest(("tests/drop_in/test_plain_backward.py", "-k", "loss-alone")),
@@ -113,8 +113,8 @@ AT_THE_BORDER = [
     Mutation(
         "another engine's parameters are weighted twice",
         "python/penstock/as_deepspeed/deepspeed/runtime/engine.py",
-        "one._weigh(steps if scale_wrt_gas else one.gradient_accumulation_steps())",
-        "one._weigh(1.0)",
+        "one._weigh(divided_by, self.native.loss_scale)",
+        "one._weigh(1.0, self.native.loss_scale)",
         Pytest(("tests/drop_in/test_plain_backward.py", "-k", "mutual-by-the-engine")),
     ),
     Mutation(

@@ -300,7 +300,7 @@ BESIDE_A_DEVICE = [
         "        .copy_(view(range, range.master, Dtype::kFp32, numel));",
         "        .narrow(0, 0, range.numel)\n"
         "        .copy_(view(range, range.master, Dtype::kFp32, range.numel));",
-        Pytest((OPTIMIZERS, "-k", "large_layer or two_groups"), ("_sim",)),
+        Pytest((OPTIMIZERS, "-k", "two_groups"), ("_sim",)),
     ),
     Mutation(
         "the host adds a piece of gradients before it has come",
