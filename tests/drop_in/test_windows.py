@@ -51,5 +51,6 @@ def test_no_sync_refuses_step_and_itself(stage, found):
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_coalesce_refuses_step_and_itself(stage, found):
     said = found[f"coalesce-stage{stage}"]["said"]
+    assert "no_sync" in said["step"] and "nested" in said["again"]  # as DeepSpeed's texts
     assert "not allowed inside coalesce_grad_reduction()" in said["step"]
     assert "not allowed inside coalesce_grad_reduction()" in said["again"]

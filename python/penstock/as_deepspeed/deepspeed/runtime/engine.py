@@ -370,7 +370,7 @@ class DeepSpeedEngine(
         if self._inside:
             raise DeepSpeedRefusal(
                 f"[deepspeed::step] not allowed inside {self._inside}(): It is illegal to call "
-                f"Engine.step() inside {self._inside} context manager. Call it after the block"
+                f"Engine.step() inside no_sync context manager or this one. Call it after it"
             )
         self._applied = False
         self._stepping = True

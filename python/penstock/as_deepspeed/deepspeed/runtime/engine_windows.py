@@ -86,7 +86,7 @@ class EngineWindows:
         if self._inside:
             raise DeepSpeedRefusal(
                 f"[deepspeed::{name}] not allowed inside {self._inside}(), as in DeepSpeed "
-                f"({name} context manager reentry is unsupported)"
+                f"({name} context manager reentry is unsupported, and so are nested contexts)"
             )
         self._inside = name
         try:
