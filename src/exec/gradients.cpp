@@ -87,11 +87,9 @@ Copy& Gradients::zeros_at(const Placement& place, Flat& flat) {
   return copy;
 }
 
-void Gradients::pack() {
-  for (UnitState& unit : rank_.units) {
-    for (Flat& flat : unit.flats) {
-      if (!flat.unpacked.empty()) pack_into(sum_of(flat).one(), flat);
-    }
+void Gradients::pack(UnitState& unit) {
+  for (Flat& flat : unit.flats) {
+    if (!flat.unpacked.empty()) pack_into(sum_of(flat).one(), flat);
   }
 }
 

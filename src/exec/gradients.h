@@ -32,8 +32,9 @@ class Gradients {
   // gradient is not finite. On a device, take() always returns true, and the norm finds such a
   // gradient later.
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
-  // Must be called when a backward has ended. Copies the small gradients that take() has kept.
-  void pack();
+  // Copies the unit's small gradients that take() has kept. Must be called before the end of the
+  // backward.
+  void pack(UnitState& unit);
   // Runs a gradient move. `late`: the move runs again, for gradients that came after its first run.
   // Units without a late gradient add zeros.
   void run(const PlannedStep& planned, bool late = false);

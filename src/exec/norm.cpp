@@ -50,8 +50,9 @@ at::Tensor edits_there(const Rank& rank, Flat& flat) {
   }
   const ChunkState& chunk = flat.chunks.front();
   const Buffer& master = chunk.optim.front().buffers.front();
-  if (flat.chunks.size() > 1 || !master.memory || master.data().device == nullptr) return {};
   const Placement& updated = rank.cell(Role::kOptim, Phase::kUpdate);
+  if (flat.chunks.size() > 1 || chunk.optim.front().place != updated) return {};
+  if (!master.memory || master.data().device == nullptr) return {};
   const int64_t begin = rank.begin_of(updated, flat) - rank.begin_of(flat.rest().place, flat);
   return device::edited_on_device(master.data(), master.dtype, rest.at(begin), rest.dtype,
                                   rank.numel_updated(flat, chunk));

@@ -189,7 +189,7 @@ c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
   std::unique_lock lock(mutex_);
   // An arena checks its own budget first. All arenas of the pool share this budget.
   check_budget(budget_, bytes, in_use_);
-  const int64_t before = in_use_, slot = slot_bytes(bytes);
+  const int64_t before = in_use_, most_before = most_in_use_, slot = slot_bytes(bytes);
   std::optional<Unused> chosen;
   const auto unused = unused_.find(slot);
   if (unused != unused_.end()) {
@@ -211,7 +211,10 @@ c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
     if (chosen->after && kind_ == MemoryKind::kPinned) chosen->after->synchronize();
     return std::move(chosen->data);
   } catch (const std::exception& error) {
-    forget(bytes);
+    if (chosen) chosen->data.release_context();  // the device failed and may still use it
+    lock.lock();
+    in_use_ -= bytes;
+    if (most_in_use_ == before + bytes) most_in_use_ = std::max(most_before, in_use_);
     throw RuntimeFault(concat("[mem::Arena::take] cannot allocate ", format_bytes(bytes), " with ",
                               format_bytes(before), " in use on this rank: ", error.what()));
   }
@@ -311,9 +314,11 @@ void Arena::count(Account account, int64_t bytes) {
 }
 
 Lease Arena::take(int64_t bytes, Account account, const void* wanted) {
+  Usage before;
   {
     const std::lock_guard lock(mutex_);
     check_budget(budget_, bytes, usage_.total_now);
+    before = usage_;
     count(account, bytes);
   }
   Pool& pool = pool_of(account);
@@ -322,7 +327,12 @@ Lease Arena::take(int64_t bytes, Account account, const void* wanted) {
     lease.data_ = pool.take(bytes, wanted);
   } catch (...) {
     const std::lock_guard lock(mutex_);
+    const auto i = static_cast<size_t>(account);
+    const bool highest = usage_.peak[i] == before.now[i] + bytes;
+    const bool highest_total = usage_.total_peak == before.total_now + bytes;
     count(account, -bytes);
+    if (highest) usage_.peak[i] = std::max(before.peak[i], usage_.now[i]);
+    if (highest_total) usage_.total_peak = std::max(before.total_peak, usage_.total_now);
     throw;
   }
   lease.device_ = pool.address(lease.data_).device;

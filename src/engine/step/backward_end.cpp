@@ -16,8 +16,12 @@ Core::State::BackwardEnd::BackwardGuard::~BackwardGuard() {
   if (ended || !self || self->closed || !self->window->armed()) return;
   const bool by_engine = !begun || self->fault != nullptr || self->model_ranks.stages;
   self->raised = by_engine ? Raised::kByEngine : Raised::kByModel;
-  if (!by_engine) self->executor->gradients().pack();
-  self->border->show_gradients();
+  try {
+    if (!by_engine) self->pack_gradients();
+    self->border->show_gradients();
+  } catch (const std::exception&) {  // the device failed, and the caller gets its error
+    self->raised = Raised::kByEngine;
+  }
 }
 
 void Core::State::BackwardEnd::after_error(const char* call, bool drops) {
@@ -31,6 +35,7 @@ void Core::State::BackwardEnd::after_error(const char* call, bool drops) {
   }
   state.raised = Raised::kByEngine;  // if a peer is lost in the moves that are left
   state.open_units.clear();
+  for (Progress& unit : state.progress) unit.forwards = 0;
   state.driver->finish();
   state.window->on(engine::Call::kBackwardEnd);
   state.raised = Raised::kNone;

@@ -357,7 +357,9 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   if (unit != 0) complete_open(unit, at);
   // A recomputed forward begins later in the graph than the nodes that use its values.
   Progress& own = progress[unit];
-  if (!own.entered || own.entered->follows(since)) own.entered = since;
+  // A recomputed forward may be recorded by another thread, so the forward itself always counts.
+  const bool counts = !own.entered || own.entered->follows(since) || since == own.last_forward;
+  if (counts) own.entered = since;
   const bool spans = order->spans(unit);
   // In the plan of step one, the unit's lines are at the place of its module. To enter the unit
   // here would run all earlier lines of the plan.
@@ -403,6 +405,7 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   // If each use of a module is recomputed in its own backward, the module gets one gradient per
   // use.
   if (std::exchange(slot.arrived, true) || --progress[unit].waiting != 0) return;
+  executor->gradients().pack(executor->units()[unit]);
   const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
   const bool has_frozen = std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) {
     return std::any_of(one.slots.begin(), one.slots.end(),
@@ -473,13 +476,17 @@ void Core::State::unit_complete(int unit) {
   std::erase(open_units, unit);
 }
 
+void Core::State::pack_gradients() {
+  for (exec::UnitState& unit : executor->units()) executor->gradients().pack(unit);
+}
+
 void Core::State::end_backward() {
   const std::shared_ptr<void> leave(nullptr, [&](void*) { calling.leave_backward(); });
   complete_open(-1, {});
   for (Progress& unit : progress) unit.forwards = 0;
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
-  executor->gradients().pack();
+  pack_gradients();
   driver->finish();
   window->on(engine::Call::kBackwardEnd);
   border->show_gradients();

@@ -25,6 +25,7 @@ class BackwardWeights:
     _reduction: str
     _summed: float
     _in_forward = False
+    _module_hook: Any = None
     _unscaled = False  # a plain backward may follow whose loss nobody has scaled
     gradient_accumulation_steps: Any
     _need_optimizer: Any
@@ -34,7 +35,8 @@ class BackwardWeights:
 
         The gradients of the unscaled loss are weighted with the loss scale in fp32.
         """
-        if self._in_forward or not torch.is_grad_enabled():
+        recomputes = torch._C._current_graph_task_id() != -1
+        if self._in_forward or recomputes or not torch.is_grad_enabled():
             return
         warning_once(
             "engine.module was called with fp16. A plain loss.backward() would not scale the loss, "
@@ -69,9 +71,27 @@ class BackwardWeights:
                 f"[deepspeed::scale] the loss has shape {tuple(loss.shape)}; it must be a scalar "
                 f"tensor with grad_fn, as in DeepSpeed. For others call tensor.backward(gradient)"
             )
-        scaled: torch.Tensor = self.native.scale(loss)
-        self._loss_scaled()
+        return self._weighted(self.native.scale(loss))
+
+    def _weighted(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Returns a loss with this engine's loss scale. While its backward runs, gradients of all
+        engines are weighted for that scale.
+        """
+
+        def begins(_: torch.Tensor) -> None:
+            self._loss_scaled()
+            torch.autograd.Variable._execution_engine.queue_callback(self._weigh_all)
+
+        self._unscaled = False
+        if scaled.requires_grad:
+            scaled.register_hook(begins)
         return scaled
+
+    def _leave_module(self) -> None:
+        """Must be called when the engine is closed: another one may train the model."""
+        if self._module_hook is not None:
+            self._module_hook.remove()
+        _ENGINES.discard(self)
 
     def _take_gradients(self) -> None:
         """Uses the `.grad` that a script has set at stage 0, as DeepSpeed does.
@@ -104,3 +124,8 @@ class BackwardWeights:
         self._unscaled = False
         for one in _ENGINES:
             one._weigh(1.0, self.native.loss_scale)
+
+    def _weigh_all(self) -> None:
+        """Sets the weights for losses that are not divided and have their engine's loss scale."""
+        for one in list(_ENGINES):
+            one._weigh(1.0)

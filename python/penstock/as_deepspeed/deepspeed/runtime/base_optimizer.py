@@ -177,12 +177,15 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._ours().update()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        self._ours()._loss_scaled()
-        self._ours().native.backward(loss, retain_graph=retain_graph)
+        ours = self._ours()
+        ours._loss_scaled()
+        try:
+            ours.native.backward(loss, retain_graph=retain_graph)
+        finally:
+            ours._weigh_all()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        self._ours()._loss_scaled()
-        return loss * self.loss_scale
+        return self._ours()._weighted(loss * self.loss_scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the accumulation window, except with ZeRO-2, as in DeepSpeed."""

@@ -19,6 +19,7 @@ from penstock import ConfigError
 from penstock.front import optimizer as optimizers
 from penstock.front import schedules
 from penstock.front.engine import engine_of
+from penstock.front.forward_guard import Hook
 from penstock.launch import autotuning
 from penstock.monitor.deepspeed import MonitorMaster, step_events
 
@@ -77,6 +78,7 @@ def close_earlier(model: torch.nn.Module) -> None:
             before.close()
             for engine in [one for one in _ENGINES if one.native is before]:
                 engine._give_parts_back()
+                engine._leave_module()
             before._core.values.set_closed_by(
                 ": deepspeed.initialize() was called again for its model. Use the engine that "
                 "the last call returned"
@@ -262,7 +264,7 @@ class DeepSpeedEngine(
             made.state = EngineState(self.native, made)
         self.optimizer = self._wrapped(made)
         self._module_hook = (
-            self._model.register_forward_hook(self._after_module)
+            self._model.register_forward_hook(Hook(self._model, self._after_module))
             if self._config.fp16_enabled and made is not None and self._reduction == "sum"
             else None
         )
@@ -482,9 +484,7 @@ class DeepSpeedEngine(
         if self._grid is not None:
             self._close_groups()
             self._grid = None
-        _ENGINES.discard(self)
-        if self._module_hook is not None:
-            self._module_hook.remove()
+        self._leave_module()
         self.monitor.close()
         try:
             self.native.close()
