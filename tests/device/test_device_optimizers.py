@@ -79,7 +79,9 @@ def test_state_of_the_constructor(name, offload, device_pools):
             assert torch.allclose(ours[key], value, rtol=1e-5, atol=1e-6), key
 
 
-def edited(strategy: str, offload: str, place: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+def edited(
+    strategy: str, offload: str, rest: str, place: str
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Weights after steps between which every rank clamps its weights, once and never again."""
     import penstock  # noqa: PLC0415
 
@@ -92,6 +94,7 @@ def edited(strategy: str, offload: str, place: str) -> tuple[dict[str, torch.Ten
         "precision": "bf16",
         "optimizer": {"type": "SGD", "lr": 0.01},
         "offload": {"optimizer": offload},
+        "table": {"optim": {"rest": rest}} if rest else {},
         "comm": {"timeout_s": 30},
     }
     engine = penstock.initialize(model, config)
@@ -109,15 +112,22 @@ def edited(strategy: str, offload: str, place: str) -> tuple[dict[str, torch.Ten
     return weights, largest
 
 
-def edited_on_both(strategy: str, offload: str) -> Any:
+def edited_on_both(*setting: str) -> Any:
     on_device.schedule(2)
-    return edited(strategy, offload, on_device.device()), edited(strategy, offload, "cpu")
+    return edited(*setting, on_device.device()), edited(*setting, "cpu")
 
 
-@pytest.mark.parametrize("offload", ["none", "host"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_edits_of_low_precision_weights_reach_their_masters(strategy, offload, device_pools):
-    for (there, most), (here, _) in device_pools(WORLD).run(edited_on_both, strategy, offload):
+EDITED = [
+    (strategy, tier, "") for strategy in ("ddp", "zero1", "zero2") for tier in ("none", "host")
+]
+# Masters that rest otherwise than they are updated.
+EDITED += [("ddp", "none", "SS@device:fp32"), ("zero1", "none", "RR@device:fp32")]
+
+
+@pytest.mark.parametrize(("strategy", "offload", "rest"), EDITED)
+def test_edits_of_low_precision_weights_reach_their_masters(strategy, offload, rest, device_pools):
+    outcomes = device_pools(WORLD).run(edited_on_both, strategy, offload, rest)
+    for (there, most), (here, _) in outcomes:
         assert most[1] <= 1 / 64 < most[0], "the weights were clamped"
         assert most[3] < most[0] / 2, "no update brought the old weights back"
         for name, value in here.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import io
 import itertools
 import math
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from raised import raised as error_of
 from ranks import Failure
+from torch.utils.checkpoint import checkpoint
 
 WORLD = 2
 
@@ -489,3 +492,70 @@ def test_classes_of_the_configs_optimizer(kind, params, offload, name, mode, dro
     assert first[:2] == other[:2] == (name, mode)
     usual = drop_in_pools(WORLD).run(made, kind, params | {"torch_adam": True}, False)
     assert first[2] == pytest.approx(usual[0][2], abs=1e-6)
+
+
+# ---- fp16 where a plain backward may follow a call of engine.module
+
+
+def fp16_stories() -> dict[str, Any]:
+    """A copy of the module, a second engine of the model, and a recomputed call of the module."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    ds, half = pipes.deepspeed(), torch.float16
+    model = net()
+
+    def start(model: torch.nn.Module) -> Any:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            **fp16,
+        }
+        return ds.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    first = start(model)
+    first.backward(loss_of(first, 0, half))
+    first.step()
+    twin = copy.deepcopy(first.module)
+    second = start(model)  # closes the first one
+    second.backward(loss_of(second, 1, half))
+    second.step()
+    x = torch.ones(2, 4, dtype=half)
+    alike = bool(torch.equal(twin(x).isfinite(), torch.ones(2, 4, dtype=torch.bool)))
+    grads = []
+    for recomputes in (False, True):
+        call = functools.partial(checkpoint, second.module, use_reentrant=False)
+        output = call(x.clone().requires_grad_()) if recomputes else second(x)
+        second.backward(output.float().square().mean())
+        grads.append(second.native.full_grads()["0.weight"].clone())
+        second.zero_grad()
+        second.native.zero_grad()
+    second.destroy()
+    return {"alike": alike, "recomputed": (grads[0] - grads[1]).abs().max().item()}
+
+
+def test_fp16_engines_follow_each_other_and_are_copied(drop_in_pools):
+    for found in drop_in_pools(WORLD).run(fp16_stories):
+        assert found["alike"] and found["recomputed"] < 1e-3
+
+
+def two_precisions(how: str) -> float:
+    """How much a backward of an engine in fp32 is off after one of an engine in fp16."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    low, own, plain = engine_of(1, fp16), engine_of(1), net()
+    first, second = loss_of(low, 0, torch.float16), loss_of(own, 0)
+    if how == "scale":
+        low.scale(first).backward()
+    else:
+        low.optimizer.backward(first)
+    second.backward()
+    found = own.native.full_grads()["0.weight"]
+    loss_of(plain, 0).backward()
+    expected = plain[0].weight.grad
+    dist.all_reduce(expected)
+    low.destroy()
+    own.destroy()
+    return float((found - expected / WORLD).abs().max())
+
+
+@pytest.mark.parametrize("how", ["scale", "optimizer"])
+def test_an_engine_in_fp16_leaves_others_their_weights(how, drop_in_pools):
+    assert max(drop_in_pools(WORLD).run(two_precisions, how)) < 1e-5
