@@ -357,6 +357,27 @@ def test_values_of_dcp_run_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+class Fetched:
+    """In a pickle, getattr() of something else than an enum."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size([1]), "count")
+
+
+def test_members_of_enums_by_getattr(tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle members of enums so."""
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    by_name = lambda self, protocol: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr(encoding, "__reduce_ex__", by_name)
+    dcp.save({"model": {"a": torch.ones(3)}}, checkpoint_id=tmp_path / "theirs")
+    assert convert(tmp_path / "theirs", tmp_path / "ours")
+    metadata = pickle.loads((tmp_path / "theirs" / ".metadata").read_bytes())
+    metadata.planner_data = Fetched()
+    (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(penstock.ConfigError, match=r"builtins\.getattr"):
+        convert(tmp_path / "theirs", tmp_path / "other")
+
+
 def test_files_of_dcp_are_in_its_folder(tmp_path):
     folder = tmp_path / "theirs"
     dcp.save({"model": {"a": torch.ones(3)}}, checkpoint_id=folder)

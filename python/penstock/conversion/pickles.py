@@ -166,6 +166,13 @@ _RECORDS = frozenset(
 )
 
 
+def _foreign(module: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"[convert::load] the metadata has a {module}.{name}, which is not a class of "
+        f"torch.distributed.checkpoint"
+    )
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads the metadata's own classes as records. Apart from these, allows only sizes, dtypes and
     dicts.
@@ -187,10 +194,15 @@ class _MetadataUnpickler(pickle.Unpickler):
             return self._classes.setdefault(name, type(name, (Record,), {}))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise ConfigError(
-            f"[convert::load] the metadata has a {module}.{name}, which is not a class of "
-            f"torch.distributed.checkpoint"
-        )
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
+        raise _foreign(module, name)
+
+    def _member(self, owner: Any, name: str) -> Any:
+        """Returns a member of an enum, which some versions of Python 3.11 pickle by getattr()."""
+        if owner is not self._classes.get("_MEM_FORMAT_ENCODING"):
+            raise _foreign("builtins", "getattr")
+        return owner(name)
 
 
 def load_metadata(path: pathlib.Path) -> Any:

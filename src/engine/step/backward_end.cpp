@@ -17,7 +17,9 @@ Core::State::BackwardEnd::BackwardGuard::~BackwardGuard() {
   const bool by_engine = !begun || self->fault != nullptr || self->model_ranks.stages;
   self->raised = by_engine ? Raised::kByEngine : Raised::kByModel;
   try {
-    if (!by_engine) self->pack_gradients();
+    for (exec::UnitState& unit : self->executor->units()) {
+      if (!by_engine) self->executor->gradients().pack(unit);
+    }
     self->border->show_gradients();
   } catch (const std::exception&) {  // the device failed, and the caller gets its error
     self->raised = Raised::kByEngine;

@@ -476,17 +476,13 @@ void Core::State::unit_complete(int unit) {
   std::erase(open_units, unit);
 }
 
-void Core::State::pack_gradients() {
-  for (exec::UnitState& unit : executor->units()) executor->gradients().pack(unit);
-}
-
 void Core::State::end_backward() {
   const std::shared_ptr<void> leave(nullptr, [&](void*) { calling.leave_backward(); });
   complete_open(-1, {});
   for (Progress& unit : progress) unit.forwards = 0;
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
-  pack_gradients();
+  for (exec::UnitState& unit : executor->units()) executor->gradients().pack(unit);
   driver->finish();
   window->on(engine::Call::kBackwardEnd);
   border->show_gradients();

@@ -168,7 +168,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
   void complete_open(int except, const engine::GraphPlace& at);
   void unit_complete(int unit);
-  void pack_gradients();
   void end_backward();
   void make_plans();
 };

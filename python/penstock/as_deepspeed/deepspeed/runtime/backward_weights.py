@@ -84,7 +84,7 @@ class BackwardWeights:
 
         self._unscaled = False
         if scaled.requires_grad:
-            scaled.register_hook(begins)
+            scaled.register_hook(begins)  # type: ignore[no-untyped-call]
         return scaled
 
     def _leave_module(self) -> None:

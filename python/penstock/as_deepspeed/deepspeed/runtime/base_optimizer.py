@@ -185,7 +185,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             ours._weigh_all()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return self._ours()._weighted(loss * self.loss_scale)
+        scaled: torch.Tensor = self._ours()._weighted(loss * self.loss_scale)
+        return scaled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the accumulation window, except with ZeRO-2, as in DeepSpeed."""
