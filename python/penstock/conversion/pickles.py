@@ -200,9 +200,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def _member(self, owner: Any, name: str) -> Any:
         """Returns a member of an enum, which some versions of Python 3.11 pickle by getattr()."""
-        if owner is not self._classes.get("_MEM_FORMAT_ENCODING"):
+        enum = self._classes.get("_MEM_FORMAT_ENCODING")
+        if enum is None or owner is not enum:
             raise _foreign("builtins", "getattr")
-        return owner(name)
+        return enum(name)
 
 
 def load_metadata(path: pathlib.Path) -> Any:
