@@ -17,6 +17,17 @@ from torch.autograd.graph import save_on_cpu
 
 F32 = torch.float32
 
+# Settings of torch's fused AdamW.
+FUSED = {
+    "lr": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "weight_decay": 0.1,
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+}
+
 
 def raised(call: Callable[[], Any]) -> tuple[str, str]:
     """The type and text of what a call raises; of nothing if it does not."""
@@ -175,13 +186,7 @@ def traffic_of_fused_adamw() -> None:
             *lists,
             [],
             [count],
-            lr=0.1,
-            beta1=0.9,
-            beta2=0.95,
-            weight_decay=0.1,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
+            **FUSED,
             grad_scale=scale,
         )
         assert sim.counters().traffic.bytes == 4000 * passes + 4 + (0 if scale is None else 4)
@@ -442,13 +447,7 @@ def fused_adamw() -> None:
             *([tensor] for tensor in made),
             [],
             counts,
-            lr=0.1,
-            beta1=0.9,
-            beta2=0.95,
-            weight_decay=0.1,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
+            **FUSED,
             grad_scale=torch.full((), 4.0, device=device),
             found_inf=torch.full((), found, device=device),
         )
