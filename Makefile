@@ -10,6 +10,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 BIN := .venv/bin
 TREE := build/release
 SETUP := .venv/.penstock-setup
+BUILD_SETUP := .venv/.penstock-build-setup
 INSTALLED := .venv/.penstock-installed
 CPP = $$(find src include python/src plugins tests examples benchmarks cmake \
   -name '*.h' -o -name '*.cpp' -o -name '*.cu')
@@ -24,15 +25,19 @@ export UBSAN_OPTIONS ?= print_stacktrace=1:halt_on_error=1
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## */\1\t/p' Makefile | expand -t 10
 
-$(SETUP): requirements-dev.txt tools/setup
-	@tools/setup $(PYTHON)
+$(BUILD_SETUP): requirements-build.txt tools/setup
+	@tools/setup --build $(PYTHON)
 	@touch $@
 
-setup: $(SETUP)  ## system packages and .venv with pinned tools
+$(SETUP): requirements-build.txt requirements-dev.txt tools/setup
+	@tools/setup $(PYTHON)
+	@touch $(BUILD_SETUP) $@
+
+setup: $(SETUP)  ## system packages and .venv with pinned tools, for builds, tests and lint
 
 # The editable install takes what cmake has just built in the same tree; it compiles nothing itself.
 # It knows the Python modules by name, so a new one needs it once more.
-build: $(SETUP)  ## the library and the Python package, editable, in .venv
+build: $(BUILD_SETUP)  ## the library and the Python package, editable, in .venv
 	@$(MAKE) targets TARGETS="--target penstock _penstock"
 	@stamp=$$({ cat pyproject.toml; find python/penstock -name '*.py' | sort; \
 	  stat -c %Y $(TREE)/libpenstock.so $(TREE)/python/src/_penstock*.so; } | cksum); \
@@ -62,14 +67,14 @@ targets:
 
 # A wheel that `make wheel` left in dist/ saves the build, if it is of these sources, this Python and
 # this torch.
-package: $(SETUP)  ## the Python package in .venv: a wheel of dist/ that fits, else make build
+package: $(BUILD_SETUP)  ## the Python package in .venv: a wheel of dist/ that fits, else make build
 	@wheel=$$(PYTHONPATH=tools/wheel $(BIN)/python tools/wheel/fitting.py); \
 	if [ -z "$$wheel" ] || [ -e $(INSTALLED) ]; then $(MAKE) build; else \
 	  echo "[package] pip install $$wheel"; \
 	  pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$$wheel"; \
 	fi
 
-test: build-tests  ## C++ tests, then Python tests
+test: $(SETUP) build-tests  ## C++ tests, then Python tests
 	@echo "[test] ctest"
 	@ctest --preset release -j $(JOBS)
 	@echo "[test] pytest"

@@ -74,17 +74,15 @@ std::vector<Holding> holdings(exec::Executor& executor, int rank,
 
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank) {
   const int own = shard_index(holding.place, mesh, rank);
-  const bool apart = holding.flat->tensor == TensorCut::kCut;
+  const ModelPlacement& placement = holding.flat->placement;
   const int stage = mesh.coordinate(rank, Axis::kPipeline);
-  const std::vector<int>& stages = holding.flat->owners;
+  const std::vector<int>& stages = placement.on(Axis::kPipeline).holders;
   if (!stages.empty() && stages.front() != stage) return {0, 0};  // that stage writes it
-  // Counts the ranks that hold the same values: same stage, same shard and, if tensor ranks have
-  // cut the flat, same tensor coordinate.
+  // Counts the ranks of the stage that hold the same values: the same shard of an equal flat.
   int64_t index = 0, count = 0;
   for (int other = 0; other < mesh.world(); ++other) {
     if (mesh.coordinate(other, Axis::kPipeline) != stage) continue;
-    if (apart && mesh.coordinate(other, Axis::kTensor) != mesh.coordinate(rank, Axis::kTensor))
-      continue;
+    if (!placement.is_alike(mesh, rank, other)) continue;
     if (shard_index(holding.place, mesh, other) != own) continue;
     index += other < rank ? 1 : 0;
     ++count;
@@ -133,7 +131,7 @@ std::vector<StatePiece> pieces(const Holding& holding, int64_t first, int64_t nu
     const int64_t from = std::max(first, slot.offset);
     const int64_t to = std::min(first + numel, slot.offset + slot.numel);
     if (from >= to && slot.numel > 0) continue;
-    if (slot.cut.kind == TensorCut::kCut) {
+    if (slot.is_cut()) {
       add_cut(slot, global_of(holding.unit, slot), {from, to}, &found);
       continue;
     }

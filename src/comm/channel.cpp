@@ -476,10 +476,14 @@ void Channel::all_reduce(const Label& label, const Members& members,
   all_gather(label, members, gathers_, staging);
 }
 
-void Channel::broadcast(const Label& label, const Members& members, void* data, int64_t bytes) {
+void Channel::broadcast(const Label& label, const Members& members, Address data, int64_t bytes) {
   if (members.size() == 1) return;
   start();
   sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
+  if (DeviceCollectives* const back_end = on_device(members, data)) {
+    return queue(label, *data.device, *back_end,
+                 [&] { back_end->broadcast(bytes_at(data, bytes)); });
+  }
   // Binomial tree: after each round twice as many members have the bytes.
   for (int have = 1; have < members.size(); have *= 2) {
     sends_.clear();
@@ -494,17 +498,20 @@ void Channel::broadcast(const Label& label, const Members& members, void* data, 
   }
 }
 
-void Channel::all_to_all(const Label& label, const Members& members, const void* from, void* to,
+void Channel::all_to_all(const Label& label, const Members& members, Address from, Address to,
                          int64_t bytes) {
   if (members.size() == 1) return;
   start();
   sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
-  auto* const outgoing = static_cast<char*>(const_cast<void*>(from));
-  auto* const incoming = static_cast<char*>(to);
+  if (DeviceCollectives* const back_end = on_device(members, from)) {
+    const int64_t all = bytes * members.size();
+    return queue(label, *from.device, *back_end,
+                 [&] { back_end->all_to_all(bytes_at(to, all), bytes_at(from, all)); });
+  }
   for (int i = 0; i < members.size(); ++i) {
     if (i == members.index) continue;
-    sends_.push_back({members.ranks[i], outgoing + i * bytes, bytes});
-    receives_.push_back({members.ranks[i], incoming + i * bytes, bytes});
+    sends_.push_back({members.ranks[i], from + i * bytes, bytes});
+    receives_.push_back({members.ranks[i], to + i * bytes, bytes});
   }
   exchange(label);
 }

@@ -125,11 +125,11 @@ class Channel {
   void all_reduce(const Label& label, const Members& members,
                   const std::vector<ReduceBuffer>& buffers, const Staging& staging = {});
   // Sends the i-th piece of `from` to member i. The i-th piece of `to` receives the data of member
-  // i. Each piece has `bytes` bytes.
-  void all_to_all(const Label& label, const Members& members, const void* from, void* to,
-                  int64_t bytes);
+  // i. Each piece has `bytes` bytes. This rank's piece must already be in `to`.
+  void all_to_all(const Label& label, const Members& members, device::Address from,
+                  device::Address to, int64_t bytes);
   // Sends member 0's bytes to all members.
-  void broadcast(const Label& label, const Members& members, void* data, int64_t bytes);
+  void broadcast(const Label& label, const Members& members, device::Address data, int64_t bytes);
   // Sends all shards to the first owner. `owners` lists the rank of each shard, in order. On the
   // first owner, `data` has room for all shards, and that owner's shard is already in place. On
   // other ranks, `data` is the rank's shard. Ranks that own no shard (index < 0) must also call

@@ -8,18 +8,25 @@
 // on the channels of all ranks.
 #include <map>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/group.h"
 #include "src/comm/channel.h"
 #include "src/exec/flat.h"
+#include "src/place/groups.h"
 #include "src/place/mesh.h"
 
 namespace penstock::exec {
 
 class Channels {
  public:
-  Channels(const Mesh& mesh, Group& peers, const std::vector<UnitState>& units);
+  // `groups` must outlive this object.
+  Channels(const Groups& groups, const Mesh& mesh, Group& peers,
+           const std::vector<UnitState>& units);
+  // [all ranks] Connects the ranks that share weights over stages for gradients on that device.
+  void connect_tied(Group& peers, c10::Device device);
 
   comm::Channel gather, reduce;  // used by the lanes with these names
   comm::Channel control;         // collectives of all ranks, on the model's thread
@@ -28,8 +35,13 @@ class Channels {
   comm::Channel& stage() { return stage_ ? *stage_ : control; }
   // Returns the channel of the ranks of one pipeline. Requires several stages.
   comm::Channel& pipeline() { return *pipeline_; }
-  // Returns the channel of the stages that have this flat. Requires several owners.
-  comm::Channel& across(const Flat& flat) { return tied_.at(flat.owners); }
+  // The ranks that hold a flat along one axis, and the channel on which they add up its gradient.
+  struct Addends {
+    comm::Channel& channel;
+    const Members& ranks;
+  };
+  // Requires a flat that is partial over the axis.
+  Addends addends(const Flat& flat, Axis axis);
 
   int64_t exchanges();  // number of exchanges with peers so far, over all channels
   void record(const std::shared_ptr<trace::Recorder>& recorder);
@@ -40,8 +52,15 @@ class Channels {
   template <class Action>
   void for_each(const Action& action);
 
-  std::optional<comm::Channel> stage_, pipeline_;   // unset if there is one stage
-  std::map<std::vector<int>, comm::Channel> tied_;  // keyed by the owners
+  struct Tied {
+    Tied(Group& peers, const std::string& name, Members stages)
+        : channel(peers, name), ranks(std::move(stages)) {}
+    comm::Channel channel;
+    const Members ranks;
+  };
+  const Groups& groups_;
+  std::optional<comm::Channel> stage_, pipeline_;  // unset if there is one stage
+  std::map<std::vector<int>, Tied> tied_;  // keyed by the stages that hold the weights
 };
 
 }  // namespace penstock::exec

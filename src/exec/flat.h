@@ -1,6 +1,6 @@
 #pragma once
-// Flat: parameters of one unit with the same dtype, trainability and cut, laid end to end in one
-// buffer. UnitState: the flats of a unit and the copies of its roles.
+// Flat: parameters of one unit with the same dtype, trainability and placement over the model axes,
+// laid end to end in one buffer. UnitState: the flats of a unit and the copies of its roles.
 //
 // [Note: Windows] Each parameter keeps its own StorageImpl for life. The storage's DataPtr is a
 // non-owning window into the flat copy that forward and backward currently use. Freeing a parameter
@@ -13,12 +13,14 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/cut.h"
 #include "src/device/fence.h"
 #include "src/exec/copy.h"
 #include "src/mem/arena.h"
+#include "src/place/model_placement.h"
 #include "src/place/placement.h"
 #include "src/plan/copies.h"
 
@@ -37,11 +39,12 @@ struct Slot {
   uint32_t version = 0;  // the parameter's version counter when its window was set
   int index = 0;         // index of the parameter in ModelTree::params
   int number = 0;        // index among the slots of all stages
-  Cut cut{};             // how tensor ranks cut the parameter
+  Cut cut{};             // how the ranks along `cut_axis` cut the parameter
+  Axis cut_axis = Axis::kTensor;
   std::vector<int64_t> sizes, whole;  // sizes of this rank's part; sizes of the full tensor
   std::vector<std::pair<int64_t, int64_t>> ranges{};  // this rank's part along cut.dim
   int64_t offset = 0, numel = 0;
-  int64_t room = 0;     // elements of the largest part over the tensor ranks
+  int64_t room = 0;     // elements of the largest part over the ranks that cut the parameter
   int group = 0;        // optimizer parameter group
   int64_t updates = 0;  // optimizer steps taken so far
   // Hash of values that the user assigned since the last norm; 0: none ([Note: Edits on some
@@ -55,6 +58,8 @@ struct Slot {
   bool shown = false;    // inside gathered() the parameter is the full tensor (WholeParams)
   bool bad = false;      // a contribution of this rank to this window was not finite
   std::string guard;     // error text for a read while the parameter is freed
+
+  bool is_cut() const { return cut.kind == TensorCut::kCut; }
 };
 
 // A gradient that is not in its flat yet. `adds`: the flat has earlier gradients of the parameter.
@@ -79,13 +84,13 @@ class Flat {
  public:
   static constexpr double kUncounted = -1.0;
 
-  Flat(Dtype dtype, bool trainable, TensorCut tensor = TensorCut::kWhole)
-      : dtype(dtype), trainable(trainable), tensor(tensor) {}
+  Flat(Dtype dtype, bool trainable, ModelPlacement placement = {})
+      : dtype(dtype), trainable(trainable), placement(std::move(placement)) {}
 
   // Adds a parameter of this dtype. Must be called before seal().
   void add(const Slot& described, const std::string& unit);
   // Pads the flat to `num_ranks` equal shards, each a multiple of 512 bytes. The padded size is the
-  // same on every tensor rank.
+  // same on every rank.
   void seal(int num_ranks);
 
   // Points the windows of all parameters into `base`, a full copy.
@@ -125,12 +130,9 @@ class Flat {
 
   const Dtype dtype;
   const bool trainable;
-  const TensorCut tensor;  // how tensor ranks hold its parameters
-  int64_t numel = 0;       // padded, after seal()
-  // In a pipeline, the pipeline ranks that have the flat (in ascending order), and the flat's index
-  // among the unit's flats of all stages.
-  std::vector<int> owners;
-  int number = 0;
+  const ModelPlacement placement;
+  int64_t numel = 0;  // padded, after seal()
+  int number = 0;     // index among the unit's flats of all stages
   std::vector<Slot> slots;
   int64_t attached = 0;  // number of attach() calls; selects the values that fingerprints sample
 

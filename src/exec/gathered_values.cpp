@@ -143,29 +143,24 @@ at::Tensor GatheredValues::gradient(int unit, int index) {
     if (!copy.valid || copy.place == made) continue;
     full.add_(read(copy.one(), copy.place, mem::Account::kGrad, flat, label));
   }
-  const bool partial = flat.tensor == TensorCut::kPartial;
-  if (partial && !rank_.grads_on_disk) {
-    add_up(rank_.channels.stage(), rank_.groups.tensor(), bytes_of(full), Dtype::kFp32, flat.numel,
-           label);
-  }
   // If each rank holds its own sum of gradients, every rank takes part, with or without a gradient.
   const Copy* open = find(flat.grads, made);
-  if (rank_.table.holds_grad_in_place() || open != nullptr) {
-    const at::Tensor sum = open_sum(flat, open, label);
-    if (partial)
-      add_up(rank_.channels.stage(), rank_.groups.tensor(), bytes_of(sum), Dtype::kFp32, flat.numel,
-             label);
-    full.add_(sum);
+  at::Tensor sum;
+  if (rank_.table.holds_grad_in_place() || open != nullptr) sum = open_sum(flat, open, label);
+  // A copy on disk has the sum of all addends already.
+  if (!rank_.grads_on_disk) {
+    if (sum.defined()) full.add_(sum);
+    sum = full;
   }
-  // Each stage has an addend of the gradient of tied weights.
-  if (flat.owners.size() > 1) {
-    add_up(rank_.channels.across(flat), rank_.owners_across(flat), bytes_of(full), Dtype::kFp32,
-           flat.numel, label);
+  for (const Axis axis : kModelAxes) {
+    if (!sum.defined() || !flat.placement.is_partial(axis)) continue;
+    add_up(rank_.channels.addends(flat, axis), bytes_of(sum), Dtype::kFp32, flat.numel, label);
   }
+  if (sum.defined() && !sum.is_same(full)) full.add_(sum);
   return full;
 }
 
-// ---- over the tensor axis
+// ---- over the model axes
 
 namespace {
 
@@ -198,25 +193,26 @@ at::Tensor put_together(const Slot& slot, const at::Tensor& parts, const Members
 }  // namespace
 
 at::Tensor GatheredValues::whole_of(const Slot& slot, const at::Tensor& part) {
-  if (slot.cut.kind != TensorCut::kCut) return part;
-  const Members& ranks = rank_.groups.tensor();
-  const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part);
+  if (!slot.is_cut()) return part;
+  const Members& ranks = rank_.groups.of({slot.cut_axis});
+  const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part.cpu());
   rank_.channels.stage().all_gather(
       concat("whole ", slot.name), ranks,
       {{parts.data_ptr(), slot.room * static_cast<int64_t>(part.element_size())}});
-  return put_together(slot, parts, ranks);
+  return put_together(slot, parts, ranks).to(part.device());
 }
 
 at::Tensor GatheredValues::across_stages(const Flat& flat, const at::Tensor& own,
                                          const std::string& label) {
   const Members& stages = rank_.groups.pipeline();
-  if (static_cast<int>(flat.owners.size()) == stages.size() || flat.owners.empty()) return own;
-  const bool first = rank_.is_first_owner(flat);
-  const at::Tensor values = first ? own.to(at::kFloat).contiguous() : zeros32(flat.numel);
+  if (flat.placement.num_holders(Axis::kPipeline, rank_.mesh) == stages.size()) return own;
+  const int first = flat.placement.on(Axis::kPipeline).holders.front();
+  const at::Tensor values =
+      first == stages.index ? own.to(at::kCPU, at::kFloat).contiguous() : zeros32(flat.numel);
   // The first rank of the list sends. It is the rank of the first stage that has the flat.
-  Members ranks{{stages.ranks.at(static_cast<size_t>(flat.owners.front()))}, 0};
+  Members ranks{{stages.ranks.at(static_cast<size_t>(first))}, 0};
   for (int stage = 0; stage < stages.size(); ++stage) {
-    if (stage == flat.owners.front()) continue;
+    if (stage == first) continue;
     if (stage == stages.index) ranks.index = ranks.size();
     ranks.ranks.push_back(stages.ranks[static_cast<size_t>(stage)]);
   }
@@ -225,9 +221,9 @@ at::Tensor GatheredValues::across_stages(const Flat& flat, const at::Tensor& own
 }
 
 at::Tensor GatheredValues::whole_on_first(const Slot& slot, const at::Tensor& part) {
-  Members ranks = rank_.groups.tensor();
+  Members ranks = rank_.groups.of({slot.cut_axis});
   const bool first = rank_.groups.data().index == 0 && ranks.index == 0;
-  if (slot.cut.kind != TensorCut::kCut) return first ? part : at::Tensor();
+  if (!slot.is_cut()) return first ? part : at::Tensor();
   if (rank_.groups.data().index > 0) ranks.index = -1;
   const at::Tensor parts = room_for_parts(slot, first ? ranks.size() : 1, 0, part);
   rank_.channels.stage().collect(concat("whole ", slot.name), ranks, parts.data_ptr(),
@@ -236,8 +232,8 @@ at::Tensor GatheredValues::whole_on_first(const Slot& slot, const at::Tensor& pa
 }
 
 at::Tensor GatheredValues::part_of(const Slot& slot, const at::Tensor& whole) const {
-  if (slot.cut.kind != TensorCut::kCut) return whole;
-  const Members& ranks = rank_.groups.tensor();
+  if (!slot.is_cut()) return whole;
+  const Members& ranks = rank_.groups.of({slot.cut_axis});
   std::vector<at::Tensor> parts;
   for (const auto& [first, end] : slot.cut.ranges(ranks.index, ranks.size())) {
     parts.push_back(whole.narrow(slot.cut.dim, first, end - first));
@@ -355,7 +351,7 @@ void GatheredValues::refresh(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     Buffer& whole = find(flat.params, rank_.whole())->one();
     const at::Tensor values = on_host(whole);
-    rank_.channels.stage().broadcast(concat("refresh u", index), rank_.owners_of(flat),
+    rank_.channels.stage().broadcast(concat("refresh u", index), rank_.replicas(flat),
                                      bytes_of(values), whole.bytes());
     if (whole.data().device != nullptr) device::copy(whole.data(), bytes_of(values), whole.bytes());
     write(flat, 0, flat.numel, whole.data());
@@ -369,7 +365,7 @@ void GatheredValues::refresh(int index) {
 
 void GatheredValues::refine(Flat& flat, const at::Tensor& values, const std::string& label) {
   updates_.finish();
-  rank_.channels.stage().broadcast(label, rank_.owners_of(flat), bytes_of(values),
+  rank_.channels.stage().broadcast(label, rank_.replicas(flat), bytes_of(values),
                                    static_cast<int64_t>(values.nbytes()));
   const auto rounded = [&](const at::Tensor& one) {
     return one.to(device::scalar_type(flat.dtype));

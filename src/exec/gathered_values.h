@@ -27,8 +27,8 @@ class GatheredValues {
   at::Tensor resting(int unit, int flat);   // [stage] the resting parameters, in fp32
   void renew() { rank_.channels.renew(); }  // must follow Group::renew()
   at::Tensor gradient(int unit, int flat);  // [stage] the accumulated gradient, in fp32
-  // [tensor ranks] Returns the full tensor of a cut parameter, joined from every rank's part, in
-  // the dtype of `part`. Returns `part` if the parameter is not cut.
+  // [tensor ranks] Returns the full tensor of a cut parameter, joined from every rank's part, with
+  // the dtype and the device of `part`. Returns `part` if the parameter is not cut.
   at::Tensor whole_of(const Slot& slot, const at::Tensor& part);
   // [pipeline] Sends the flat's values (fp32) from the first stage that has it to the other stages.
   // `own`: this stage's values, or an undefined tensor. Defined values are returned unchanged. Does

@@ -39,17 +39,20 @@ void pack_into(const Buffer& sum, Flat& flat) {
 
 }  // namespace
 
-void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
-            int64_t numel, const comm::Label& label) {
+void add_up(const Channels::Addends& over, device::Address addends, Dtype dtype, int64_t numel,
+            const comm::Label& label) {
+  const Members& ranks = over.ranks;
   if (ranks.size() == 1) return;
-  const int64_t scratch = numel / ranks.size() * (ranks.size() - 1);
-  const at::Tensor room = at::empty({scratch}, device::scalar_type(dtype));
+  const bool on_host = addends.device == nullptr;
+  const int64_t scratch = numel / ranks.size() * (ranks.size() - (on_host ? 1 : 0));
+  const at::TensorOptions where = on_host ? at::kCPU : addends.device->where();
+  const at::Tensor room = at::empty({scratch}, where.dtype(device::scalar_type(dtype)));
   comm::ReduceBuffer buffer;
   buffer.partial = addends;
-  buffer.scratch = room.data_ptr();
+  buffer.scratch = device::address_of(room, addends.device);
   buffer.dtype = buffer.result_dtype = dtype;
   buffer.numel = numel;
-  channel.all_reduce(label, ranks, {buffer});
+  over.channel.all_reduce(label, ranks, {buffer});
 }
 
 // Returns the copy that backwards add to. If it does not exist, makes it with memory.
@@ -161,11 +164,10 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       if (from == made) close(flat, source->one());
       // The `sum` line of the plan has run already, so a late gradient is summed here.
       const bool alone = late && from == made && (rank_.grads_on_disk || flat.summed > 1);
-      if (alone && flat.tensor == TensorCut::kPartial) {
-        add_up(flat, source->one(), false, planned.label);
-      }
-      if (alone && flat.owners.size() > 1) {
-        add_up(flat, source->one(), true, planned.label);
+      for (const Axis axis : kModelAxes) {
+        if (alone && flat.placement.is_partial(axis)) {
+          add_up(flat, source->one(), axis, planned.label);
+        }
       }
       rank_.traffic.fetch(source->one(), mem::Account::kGrad);
       const Buffer& start = source->one();
@@ -207,14 +209,13 @@ void Gradients::submit(const std::shared_ptr<Walk>& walk, const comm::Label& lab
 
 void Gradients::sum(const PlannedStep& planned) {
   finish();
-  const bool across = planned.step.moves.front().axes.front() == Axis::kPipeline;
+  const Axis axis = planned.step.moves.front().axes.front();
   const Placement& made = rank_.table.grad_after_backward();
   for (const int index : planned.step.units) {
     UnitState& unit = rank_.units[index];
     unit.updated.wait();
     for (Flat& flat : unit.flats) {
-      const bool sums = across ? flat.owners.size() > 1 : flat.tensor == TensorCut::kPartial;
-      if (!flat.trainable || !sums) continue;
+      if (!flat.trainable || !flat.placement.is_partial(axis)) continue;
       if (!flat.unpacked.empty()) pack_into(sum_of(flat).one(), flat);
       flat.grads.reserve(flat.grads.size() + 1);
       // A copy on disk already has the sum of earlier backwards, and the sum of this backward is
@@ -224,10 +225,8 @@ void Gradients::sum(const PlannedStep& planned) {
       if (copy == nullptr) copy = &zeros_at(rank_.cell(Role::kGrad, Phase::kUpdate), flat);
       unit.grads.make(copy->place);
       if (copy->place == made) flat.complete(copy->one());
-      add_up(flat, copy->one(), across, planned.label);
-      const int addends =
-          across ? static_cast<int>(flat.owners.size()) : rank_.groups.tensor().size();
-      if (!rank_.grads_on_disk) flat.summed *= addends;
+      add_up(flat, copy->one(), axis, planned.label);
+      if (!rank_.grads_on_disk) flat.summed *= flat.placement.num_holders(axis, rank_.mesh);
     }
   }
 }
@@ -246,12 +245,12 @@ void Gradients::reopen() {
   }
 }
 
-// Adds up a flat's gradient over the stages that have it (`across`) or over the tensor ranks.
-void Gradients::add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& label) {
+// Adds up a flat's gradient over the ranks that hold the flat along the axis.
+void Gradients::add_up(Flat& flat, Buffer& sum, Axis axis, const comm::Label& label) {
   flat.uncount();
-  comm::Channel& channel = across ? rank_.channels.across(flat) : rank_.channels.stage();
-  const Members ranks = across ? rank_.owners_across(flat) : rank_.groups.tensor();
-  exec::add_up(channel, ranks, sum.data(), sum.dtype, sum.numel, label);
+  const auto turn = sum.data().device != nullptr ? lanes_.take_turn() : nullptr;
+  if (turn != nullptr) turn->wait();
+  exec::add_up(rank_.channels.addends(flat, axis), sum.data(), sum.dtype, sum.numel, label);
 }
 
 // Ends a sum, to which no backward will add any more. On a device, take() does not check values, so
@@ -319,9 +318,7 @@ void Gradients::complete() {
 
 double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const {
   if (copy == nullptr) return 0.0;
-  // If all tensor ranks hold a gradient, the first of these ranks counts it.
-  if (flat.tensor != TensorCut::kCut && rank_.groups.tensor().index > 0) return 0.0;
-  if (!rank_.is_first_owner(flat)) return 0.0;  // tied weights: one stage counts
+  if (!rank_.counts(flat)) return 0.0;
   if (!(flat.squares < 0.0)) return flat.squares;
   if (flat.norm_there.defined()) {
     there->push_back(flat.norm_there);
@@ -420,12 +417,10 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   }
   const bool made = copy->place == rank_.table.grad_after_backward();
   slot.written |= made;
-  // The values will be added up over the tensor ranks and over the stages that have the flat. So
-  // each of these ranks gets an equal addend.
-  const bool open = flat.tensor == TensorCut::kPartial && (made || !rank_.grads_on_disk);
-  const int addends = (open ? rank_.groups.tensor().size() : 1) *
-                      std::max<int>(1, static_cast<int>(flat.owners.size()));
-  write(flat, *copy, slot, full, factor / addends);
+  // If the values are added up over model axes later, each rank gets an equal addend.
+  const bool open = made || !rank_.grads_on_disk;
+  write(flat, *copy, slot, full,
+        factor / (open ? flat.placement.num_addends(rank_.mesh) : 1));
 }
 
 void Gradients::write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor& full,

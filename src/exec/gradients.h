@@ -14,9 +14,9 @@
 
 namespace penstock::exec {
 
-// Collective over `ranks`. Overwrites each rank's addends with the sums over these ranks.
-void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
-            int64_t numel, const comm::Label& label);
+// Collective over the ranks of `over`. Overwrites each rank's addends with the sums over these ranks.
+void add_up(const Channels::Addends& over, device::Address addends, Dtype dtype, int64_t numel,
+            const comm::Label& label);
 
 class Gradients {
  public:
@@ -90,7 +90,7 @@ class Gradients {
   };
 
   Copy& sum_of(Flat& flat);
-  void add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& label);
+  void add_up(Flat& flat, Buffer& sum, Axis axis, const comm::Label& label);
   void close(Flat& flat, Buffer& sum);
   void submit(const std::shared_ptr<Walk>& walk, const comm::Label& label);
   void widen(Copy& sum);

@@ -17,6 +17,15 @@ device::LaneKind kind_of(const Table& table, Role role, const device::Device& de
   return device::LaneKind::kQueued;
 }
 
+// Returns whether gradients of any flat are summed over the axis.
+bool sums_over(const std::vector<UnitState>& units, Axis axis) {
+  return std::any_of(units.begin(), units.end(), [&](const UnitState& unit) {
+    return std::any_of(unit.flats.begin(), unit.flats.end(), [&](const Flat& flat) {
+      return flat.trainable && flat.placement.is_partial(axis);
+    });
+  });
+}
+
 }  // namespace
 
 int count_slots(const std::vector<UnitState>& units) {
@@ -55,7 +64,7 @@ Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memo
       units(std::move(parts)),
       num_slots(count_slots(units)),
       traffic(memory),
-      channels(ranks, peers, units) {
+      channels(groups, ranks, peers, units) {
   tiers.computes.make_current();  // [Note: Contexts]
   connect();
   for (UnitState& unit : units) {
@@ -65,15 +74,12 @@ Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memo
   }
 }
 
-Members Rank::owners_across(const Flat& flat) const {
-  const Members& stages = groups.pipeline();
-  if (flat.owners.empty()) return {{group.rank()}, 0};
-  Members owners{{}, -1};
-  for (const int stage : flat.owners) {
-    if (stage == stages.index) owners.index = owners.size();
-    owners.ranks.push_back(stages.ranks.at(static_cast<size_t>(stage)));
+const Members& Rank::replicas(const Flat& flat) const {
+  std::vector<Axis> axes = {Axis::kNode, Axis::kLocal};
+  for (const Axis axis : kModelAxes) {
+    if (axis != Axis::kPipeline && !flat.placement.is_sharded(axis)) axes.push_back(axis);
   }
-  return owners;
+  return groups.of(axes);
 }
 
 // Each lane gets its own connections, because collectives on one connection run one after another:
@@ -81,17 +87,26 @@ Members Rank::owners_across(const Flat& flat) const {
 void Rank::connect() {
   if (!on_accelerator() || !group.device_groups()) return;
   std::vector<const Members*> done;
-  for (const std::vector<Axis>& axes :
-       {std::vector<Axis>{Axis::kNode, Axis::kLocal}, std::vector<Axis>{Axis::kLocal},
-        std::vector<Axis>{Axis::kNode}}) {
+  const auto use = [&](const std::vector<Axis>& axes, const std::vector<comm::Channel*>& by) {
     const Members& members = groups.of(axes);
-    if (members.size() < 2 || std::count(done.begin(), done.end(), &members) > 0) continue;
+    if (members.size() < 2 || std::count(done.begin(), done.end(), &members) > 0) return;
     done.push_back(&members);
-    for (comm::Channel* channel : {&channels.gather, &channels.reduce}) {
+    for (comm::Channel* channel : by) {
       channel->use(members, group.connect_on_device(members.ranks, tiers.computes.where()));
     }
     connected = true;
+  };
+  const std::vector<comm::Channel*> lanes = {&channels.gather, &channels.reduce};
+  use({Axis::kNode, Axis::kLocal}, lanes);
+  use({Axis::kLocal}, lanes);
+  use({Axis::kNode}, lanes);
+  // The addends of gradients are summed on the model's thread.
+  for (const Axis axis : kModelAxes) {
+    if (axis != Axis::kPipeline && sums_over(units, axis)) use({axis}, {&channels.stage()});
   }
+  if (!sums_over(units, Axis::kPipeline)) return;
+  channels.connect_tied(group, tiers.computes.where());
+  connected = true;
 }
 
 Buffer Rank::buffer_at(const Placement& place, const Flat& flat) const {

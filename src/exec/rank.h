@@ -46,8 +46,9 @@ struct Lanes {
   // Returns the turn of the next line of the plan. Returns null if the walk, which begins at pass
   // `first`, launches no collectives on a device. The model's thread only.
   std::shared_ptr<comm::LaunchTurn> take_turn(const Walk& walk, size_t first = 0) {
-    return connected && walk.meets_on_device(first) ? launches.next() : nullptr;
+    return walk.meets_on_device(first) ? take_turn() : nullptr;
   }
+  std::shared_ptr<comm::LaunchTurn> take_turn() { return connected ? launches.next() : nullptr; }
 
   device::Lane gather, reduce, update;
   bool connected = false;  // whether ranks meet on a device
@@ -101,16 +102,12 @@ struct Rank {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
-  // Returns whether this stage is the one that counts and saves a flat that several stages hold.
-  bool is_first_owner(const Flat& flat) const {
-    return flat.owners.empty() || flat.owners.front() == groups.pipeline().index;
+  // Returns whether this rank counts its values of the flat ([Note: Model axes]).
+  bool counts(const Flat& flat) const {
+    return flat.placement.is_counted_by(mesh, group.rank());
   }
-  // Returns the ranks with the same part of the flat, one on each stage that has it.
-  Members owners_across(const Flat& flat) const;
   // Returns the ranks of this stage whose parameters of the flat have the same values.
-  const Members& owners_of(const Flat& flat) const {
-    return flat.tensor == TensorCut::kCut ? groups.data() : groups.stage();
-  }
+  const Members& replicas(const Flat& flat) const;
   // Both functions make the copies that a flat keeps for the whole run. They make resting copies
   // without memory, and the extents of these copies on disk.
   void claim_params(Flat& flat);

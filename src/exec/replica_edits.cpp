@@ -45,7 +45,7 @@ at::Tensor values_of(const Flat& flat, const Slot& slot) {
 struct ReplicaEdits::Print {
   uint64_t bits = 0;
   double size = 0.0, sum = 0.0;  // sums of absolute values, of values with alternating signs
-  int32_t here = 0, cut = 0;
+  int32_t here = 0;
 
   bool rounded(const Print& other) const {
     const double limit = kRounding * std::max(size, other.size);
@@ -54,9 +54,17 @@ struct ReplicaEdits::Print {
 };
 
 ReplicaEdits::ReplicaEdits(Rank& rank) : rank_(rank) {
+  placements_.resize(static_cast<size_t>(rank.num_slots));
   for (UnitState& unit : rank.units) {
-    for (Flat& flat : unit.flats) {
-      for (Slot& slot : flat.slots) places_.push_back({&unit, &flat, &slot});
+    for (const Part& part : unit.parts()) {
+      for (Slot& slot : part.flat->slots) {
+        placements_[static_cast<size_t>(slot.number)] = &part.flat->placement;
+        if (part.here) places_.push_back({&unit, part.flat, &slot});
+      }
+      const bool known = std::any_of(different_.begin(), different_.end(), [&](const auto* one) {
+        return *one == part.flat->placement;
+      });
+      if (!known) different_.push_back(&part.flat->placement);
     }
   }
   for (const ReplicaPlace& place : places_) agreed_.push_back(place.slot->param._version());
@@ -132,14 +140,14 @@ at::Tensor ReplicaEdits::sample() {
 
 // ---- the comparison
 
-// Returns whether two ranks hold the same parameters. If `cut` is set, they must also hold the same
-// parts of cut parameters.
-bool ReplicaEdits::alike(int rank, int other, bool cut) const {
-  return std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
-    const bool parts = row.axis == Axis::kPipeline || row.axis == Axis::kExpert ||
-                       (row.axis == Axis::kTensor && cut);
-    return !parts ||
-           rank_.mesh.coordinate(rank, row.axis) == rank_.mesh.coordinate(other, row.axis);
+// Returns whether two ranks hold the same parameters. If `values` is set, all of these parameters
+// must also have the same values on both ranks.
+bool ReplicaEdits::alike(int rank, int other, bool values) const {
+  for (const Axis axis : {Axis::kPipeline, Axis::kExpert}) {
+    if (rank_.mesh.coordinate(rank, axis) != rank_.mesh.coordinate(other, axis)) return false;
+  }
+  return !values || std::all_of(different_.begin(), different_.end(), [&](const auto* placement) {
+    return placement->is_alike(rank_.mesh, rank, other);
   });
 }
 
@@ -183,7 +191,6 @@ ReplicaEdits::Print ReplicaEdits::print(const ReplicaPlace& place) const {
   const auto& [unit, flat, slot] = place;
   Print made;
   made.here = 1;
-  made.cut = flat->tensor == TensorCut::kCut ? 1 : 0;
   made.bits = slot->given;
   if (!rests_whole(rank_, *flat)) return made;
   unit->param_ready.wait();
@@ -234,7 +241,9 @@ void ReplicaEdits::compare(const std::string& suspects) {
         const Print one = of(rank, i), two = of(other, i);
         const bool both = one.here != 0 && two.here != 0;
         if (!both || one.bits == two.bits) continue;
-        if (!alike(static_cast<int>(rank), static_cast<int>(other), one.cut != 0)) continue;
+        if (!placements_[numbers[i]]->is_alike(rank_.mesh, static_cast<int>(rank),
+                                               static_cast<int>(other)))
+          continue;
         if (!replicated || !one.rounded(two)) {
           refuse(numbers[i], static_cast<int>(rank), static_cast<int>(other));
         }

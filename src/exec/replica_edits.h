@@ -62,7 +62,7 @@ class ReplicaEdits {
     Flat* flat = nullptr;
     Slot* slot = nullptr;
   };
-  bool alike(int rank, int other, bool cut) const;
+  bool alike(int rank, int other, bool values) const;
   Print print(const ReplicaPlace& place) const;
   std::string suspects(bool counted, bool sampled) const;
   void compare(const std::string& suspects);
@@ -73,6 +73,8 @@ class ReplicaEdits {
 
   Rank& rank_;
   std::vector<ReplicaPlace> places_;  // of this stage
+  std::vector<const ModelPlacement*> placements_;  // by slot number, over all stages
+  std::vector<const ModelPlacement*> different_;   // one of each kind in placements_
   std::vector<uint32_t> agreed_;      // by place: the version counter at the last agreement
   // The sampled elements of each flat that rests whole, in the flat's memory.
   std::vector<std::pair<const Flat*, at::Tensor>> sampled_;

@@ -51,9 +51,12 @@ void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slo
   const Groups& groups = rank.groups;
   std::vector<const Slot*> slots;
   std::vector<double> squares;
+  std::vector<at::Tensor> there;      // sums of squares that are on the device
+  std::vector<size_t> slots_of_there;  // their indices in `squares`
   for (UnitState& unit : rank.units) {
     for (Flat& flat : unit.flats) {
-      if (!flat.trainable || flat.tensor != TensorCut::kWhole) continue;
+      if (!flat.trainable || flat.placement.on(Axis::kTensor).layout != Layout::kReplicated)
+        continue;
       const Copy* copy = gradients.held(flat);
       const bool here = copy != nullptr && copy->one().memory;
       const int64_t begin = here ? rank.begin_of(copy->place, flat) : 0;
@@ -63,13 +66,21 @@ void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slo
         const int64_t from = std::max(begin, slot.offset);
         const int64_t to =
             here ? std::min(begin + copy->one().numel, slot.offset + slot.numel) : from;
-        squares.push_back(from < to ? device::host::sum_squares(copy->one().at(from - begin).host(),
-                                                                copy->one().dtype, to - from)
-                                    : 0.0);
+        squares.push_back(0.0);
+        if (from >= to) continue;
+        const device::Address values = copy->one().at(from - begin);
+        if (values.device == nullptr) {
+          squares.back() = device::host::sum_squares(values.host(), copy->one().dtype, to - from);
+          continue;
+        }
+        there.push_back(device::exact_squares_on_device(values, copy->one().dtype, to - from));
+        slots_of_there.push_back(squares.size() - 1);
       }
     }
   }
   if (slots.empty()) return;
+  const std::vector<double> read = device::read(there);
+  for (size_t i = 0; i < read.size(); ++i) squares[slots_of_there[i]] = read[i];
   const std::string mine(reinterpret_cast<const char*>(squares.data()), squares.size() * 8);
   const std::vector<std::string> all =
       rank.channels.stage().share("gradients alike", groups.stage(), mine);

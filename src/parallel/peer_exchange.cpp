@@ -28,25 +28,37 @@ Dtype dtype_of(const at::Tensor& values) {
   return *dtype;
 }
 
-void check_host(const at::Tensor& values) {
-  TORCH_CHECK(values.is_cpu(),
-              "[parallel::Peers] tensor ranks exchange host memory only, not memory of ",
-              values.device());
-}
-
 }  // namespace
 
-Peers::Peers(std::shared_ptr<Group> group, const Members& members, const char* lane)
-    : group_(std::move(group)), members_(members), channel_(*group_, lane) {}
+Peers::Peers(std::shared_ptr<Group> group, const Members& members, const char* lane,
+             const device::Device& computes)
+    : group_(std::move(group)),
+      members_(members),
+      computes_(computes),
+      channel_(*group_, lane) {
+  if (computes_.is_host() || !group_->device_groups() || size() == 1) return;
+  channel_.use(members_, group_->connect_on_device(members_.ranks, computes_.where()));
+  launches_.emplace(computes_.where());
+}
 
+void Peers::check_memory(const at::Tensor& values) const {
+  TORCH_CHECK(values.is_cpu() || values.device() == computes_.where(),
+              "[parallel::Peers] the engine computes on ", computes_.where(),
+              ", but was given values on ", values.device());
+}
+
+// Makes the exchange of `values`. On a device it takes its turn among the collectives of the lanes
+// ([Note: Launch order]).
 template <class Exchange>
-void Peers::exchange(const Exchange& work) {
+void Peers::exchange(const at::Tensor& values, const Exchange& work) {
   if (closed_) {
     throw RuntimeFault(
         "[parallel::exchange] the engine is closed, but this computation needs exchanges with "
         "other ranks");
   }
   try {
+    const auto turn = launches_ && !values.is_cpu() ? launches_->next() : nullptr;
+    if (turn != nullptr) turn->wait();
     work();
   } catch (...) {
     fault_ = std::current_exception();
@@ -56,25 +68,26 @@ void Peers::exchange(const Exchange& work) {
 
 // Pads the values, so that every rank sums the same number of them.
 at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers, const comm::Label& label) {
-  check_host(addend);
+  check_memory(addend);
   const Dtype dtype = dtype_of(addend);
   const int64_t numel = addend.numel(), shard = (numel + size() - 1) / size();
   at::Tensor values = at::zeros({shard * size()}, addend.options());
   values.narrow(0, 0, numel).copy_(addend.reshape({-1}));
   if (size() == 1 || numel == 0) return values;
-  const at::Tensor scratch = at::empty({shard * (size() - 1)}, addend.options());
+  const int64_t parts = addend.is_cpu() ? size() - 1 : size();
+  const at::Tensor scratch = at::empty({shard * parts}, addend.options());
   comm::ReduceBuffer buffer;
-  buffer.partial = values.data_ptr();
-  buffer.scratch = scratch.data_ptr();
+  buffer.partial = device::address_of(values, &computes_);
+  buffer.scratch = device::address_of(scratch, &computes_);
   buffer.dtype = buffer.result_dtype = dtype;
   buffer.numel = values.numel();
   if (gathers) {
-    exchange([&] { channel_.all_reduce(label, members_, {buffer}); });
+    exchange(values, [&] { channel_.all_reduce(label, members_, {buffer}); });
     return values;
   }
   const at::Tensor own = at::empty({shard}, addend.options());
-  buffer.result = own.data_ptr();
-  exchange([&] { channel_.reduce_scatter(label, members_, {buffer}); });
+  buffer.result = device::address_of(own, &computes_);
+  exchange(values, [&] { channel_.reduce_scatter(label, members_, {buffer}); });
   return own;
 }
 
@@ -94,7 +107,7 @@ at::Tensor Peers::sum_and_cut(const at::Tensor& addend, int64_t dim, const comm:
 // Shares may differ by one element. Every rank sends as many elements as the largest share has.
 at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
                          const comm::Label& label) {
-  check_host(part);
+  check_memory(part);
   const at::Tensor first = part.movedim(dim, 0);
   const int64_t own = first.size(0);
   if (total < 0) total = own * size();
@@ -109,7 +122,9 @@ at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
   if (own < each) full.narrow(0, rank() * each + own, each - own).zero_();
   if (size() > 1 && full.numel() > 0) {
     const auto bytes = static_cast<int64_t>(full.nbytes()) / size();
-    exchange([&] { channel_.all_gather(label, members_, {{full.data_ptr(), bytes}}); });
+    exchange(full, [&] {
+      channel_.all_gather(label, members_, {{device::address_of(full, &computes_), bytes}});
+    });
   }
   if (total == each * size()) return full.movedim(0, dim).contiguous();
   std::vector<at::Tensor> shares;
@@ -122,7 +137,7 @@ at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
 
 at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
                              const comm::Label& label) {
-  check_host(values);
+  check_memory(values);
   TORCH_CHECK(values.size(cut_dim) % size() == 0, "[parallel::Peers] size ", values.size(cut_dim),
               " along dim ", cut_dim, " is not divisible by ", size(), " ranks");
   if (size() == 1) return values.clone(at::MemoryFormat::Contiguous);
@@ -130,8 +145,9 @@ at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t 
   const at::Tensor received = at::empty_like(sent);
   received.select(0, rank()).copy_(sent.select(0, rank()));
   if (sent.numel() > 0) {
-    exchange([&] {
-      channel_.all_to_all(label, members_, sent.const_data_ptr(), received.data_ptr(),
+    exchange(sent, [&] {
+      channel_.all_to_all(label, members_, device::address_of(sent, &computes_),
+                          device::address_of(received, &computes_),
                           static_cast<int64_t>(sent.nbytes()) / size());
     });
   }

@@ -3,24 +3,33 @@
 // together. Every rank makes the same calls in the same order, in forward, in backward and in
 // recomputed forwards. The labels must be equal on all ranks; this is checked. Results are
 // contiguous and share no memory with the arguments, which may have any strides.
+//
+// Values are in host memory or on the device where the ranks compute. On a device, exchanges are
+// queued on the calling thread's stream, and the host does not wait for them. Without a back end
+// for the device (Group::device_groups), they go through host memory ([Note: Between devices]).
 #include <ATen/core/Tensor.h>
 
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "penstock/group.h"
 #include "src/comm/channel.h"
+#include "src/comm/launch_order.h"
+#include "src/device/device.h"
 #include "src/place/groups.h"
 
 namespace penstock::parallel {
 
 class Peers {
  public:
-  // `members`: this rank and its peers.
-  Peers(std::shared_ptr<Group> group, const Members& members, const char* lane = "act");
+  // [members] `members`: this rank and its peers. Throws RuntimeFault if they cannot be connected
+  // for exchanges on the device.
+  Peers(std::shared_ptr<Group> group, const Members& members, const char* lane = "act",
+        const device::Device& computes = device::Device::host());
 
   // Returns the exception that an exchange threw since the last call, or null. Autograd passes on
   // only the text of an exception, so the exception itself is kept here.
@@ -64,13 +73,16 @@ class Peers {
   at::Tensor reduce(const at::Tensor& addend, bool gathers, const comm::Label& label);
 
   template <class Exchange>
-  void exchange(const Exchange& work);
+  void exchange(const at::Tensor& values, const Exchange& work);
+  void check_memory(const at::Tensor& values) const;
 
   const std::shared_ptr<Group> group_;
   const Members members_;
+  const device::Device computes_;
   bool closed_ = false;
   std::exception_ptr fault_;
   comm::Channel channel_;
+  std::optional<comm::LaunchOrder> launches_;  // set if the peers meet on the device
 };
 
 }  // namespace penstock::parallel

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "src/base/text.h"
+#include "src/device/kernels.h"
 
 namespace penstock::parallel {
 
@@ -55,6 +56,7 @@ std::string head_of(const TensorMessage& message) {
   for (const at::Tensor& tensor : message.tensors) {
     writer.put(tensor.defined() ? static_cast<int64_t>(tensor.scalar_type()) : kUndefined);
     if (!tensor.defined()) continue;
+    writer.put(tensor.is_cpu() ? 1 : 0);
     writer.put(tensor.dim());
     for (const int64_t size : tensor.sizes()) writer.put(size);
   }
@@ -62,7 +64,7 @@ std::string head_of(const TensorMessage& message) {
 }
 
 // Allocates the tensors of a message, whose values are received later.
-TensorMessage message_of(const std::string& head) {
+TensorMessage message_of(const std::string& head, const device::Device& computes) {
   MessageReader reader(head);
   TensorMessage message;
   message.text = reader.text();
@@ -70,9 +72,10 @@ TensorMessage message_of(const std::string& head) {
   for (at::Tensor& tensor : message.tensors) {
     const int64_t type = reader.number();
     if (type == kUndefined) continue;
+    const c10::Device where = reader.number() == 1 ? c10::Device(at::kCPU) : computes.where();
     std::vector<int64_t> sizes(static_cast<size_t>(reader.number()));
     for (int64_t& size : sizes) size = reader.number();
-    tensor = at::empty(sizes, at::TensorOptions(static_cast<at::ScalarType>(type)));
+    tensor = at::empty(sizes, at::device(where).dtype(static_cast<at::ScalarType>(type)));
   }
   return message;
 }
@@ -90,10 +93,21 @@ Members ends_of(int from, const std::vector<int>& to, int rank) {
 }  // namespace
 
 Messages::Messages(std::shared_ptr<Group> group, int from, const std::vector<int>& to,
-                   const std::string& lane)
+                   const std::string& lane, const device::Device& computes)
     : group_(std::move(group)),
       ends_(ends_of(from, to, group_->rank())),
-      channel_(*group_, lane, concat(ends_.index == 0 ? "send, " : "receive, ", lane)) {}
+      computes_(computes),
+      channel_(*group_, lane, concat(ends_.index == 0 ? "send, " : "receive, ", lane)) {
+  if (computes.is_host() || !group_->device_groups()) return;
+  channel_.use(ends_, group_->connect_on_device(ends_.ranks, computes.where()));
+}
+
+void Messages::transfer(const comm::Label& label, const at::Tensor& values) {
+  channel_.broadcast(label, ends_, device::address_of(values, &computes_),
+                     static_cast<int64_t>(values.nbytes()));
+  // The memory may belong to another thread's stream, and this thread's stream still uses it.
+  if (!values.is_cpu()) computes_.used_on(values.storage().data_ptr(), computes_.current());
+}
 
 // A small fixed-size exchange first sends the header's length, or 0 if the header equals the
 // previous one. The header and each tensor are sent after that.
@@ -112,9 +126,7 @@ void Messages::send(const comm::Label& label, const TensorMessage& message) {
     if (!tensor.defined() || tensor.numel() == 0) continue;
     held.push_back(tensor.resolve_conj().resolve_neg().contiguous());
   }
-  for (const at::Tensor& tensor : held) {
-    channel_.broadcast(label, ends_, tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes()));
-  }
+  for (const at::Tensor& tensor : held) transfer(label, tensor);
 }
 
 TensorMessage Messages::receive(const comm::Label& label) {
@@ -124,10 +136,9 @@ TensorMessage Messages::receive(const comm::Label& label) {
     head_.assign(static_cast<size_t>(length), '\0');
     channel_.broadcast(label, ends_, head_.data(), length);
   }
-  TensorMessage message = message_of(head_);
+  TensorMessage message = message_of(head_, computes_);
   for (const at::Tensor& tensor : message.tensors) {
-    if (!tensor.defined() || tensor.numel() == 0) continue;
-    channel_.broadcast(label, ends_, tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes()));
+    if (tensor.defined() && tensor.numel() > 0) transfer(label, tensor);
   }
   return message;
 }

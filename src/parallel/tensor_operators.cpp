@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/linear.h>
@@ -30,6 +31,16 @@ using torch::autograd::variable_list;
 // autograd, the reshaped result is not a view. This matters because, if a custom function returned
 // a view, the model could not change the result in place (`output += residual`).
 using NoViews = at::AutoDispatchBelowADInplaceOrView;
+
+// Throws c10::IndexError if `good` is false. On an accelerator the host does not wait for `good`:
+// as in torch's own operators, the device reports the error.
+void check_index(const at::Tensor& good, const char* what) {
+  if (good.is_cpu()) {
+    TORCH_CHECK_INDEX(good.item<bool>(), what);
+  } else {
+    at::_assert_async(good, what);
+  }
+}
 
 enum class Transfer : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
 
@@ -120,9 +131,8 @@ at::Tensor way(const at::Tensor& values, Transfer there, Transfer back, int64_t 
 struct VocabEmbeddingFunction : torch::autograd::Function<VocabEmbeddingFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& ids,
                             const at::Tensor& weight, const c10::intrusive_ptr<Kept>& kept) {
-    TORCH_CHECK_INDEX(ids.numel() == 0 || (ids.min().item<int64_t>() >= 0 &&
-                                           ids.max().item<int64_t>() < kept->vocabulary),
-                      "index out of range in self");
+    check_index(ids.ge(0).logical_and(ids.lt(kept->vocabulary)).all(),
+                "index out of range in self");
     const at::Tensor own = ids.sub(kept->first);
     const at::Tensor elsewhere = own.lt(0).logical_or(own.ge(weight.size(0)));
     context->save_for_backward({own, elsewhere, weight});
@@ -166,12 +176,11 @@ struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFu
                             const c10::intrusive_ptr<Kept>& kept) {
     const at::Tensor z = logits.to(at::kFloat);
     const at::Tensor counts = target.ne(options.ignore_index);
-    TORCH_CHECK_INDEX(target.numel() == 0 || target.ge(0)
-                                                 .logical_and(target.lt(kept->vocabulary))
-                                                 .logical_or(counts.logical_not())
-                                                 .all()
-                                                 .item<bool>(),
-                      "Target is out of bounds.");
+    check_index(target.ge(0)
+                    .logical_and(target.lt(kept->vocabulary))
+                    .logical_or(counts.logical_not())
+                    .all(),
+                "Target is out of bounds.");
     const at::Tensor own = target.sub(kept->first);
     const at::Tensor here = counts.logical_and(own.ge(0)).logical_and(own.lt(z.size(1)));
     // One exchange gathers these values of all ranks. They are combined in rank order, so the

@@ -5,19 +5,18 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/cut.h"
+#include "src/place/model_placement.h"
 #include "src/place/placement.h"
 
 namespace penstock {
 
-// One flat of a unit. Its parameters have the same dtype and the same cut over the tensor axis, and
-// all train or all are frozen.
+// One flat of a unit. Its parameters have the same dtype and the same placement over the model axes,
+// and all train or all are frozen.
 struct FlatDesc {
   int64_t numel = 0;           // padded to a multiple of the number of data ranks
   Dtype dtype = Dtype::kFp32;  // the compute dtype
   bool trainable = true;
-  TensorCut tensor = TensorCut::kWhole;
-  bool stages = false;  // several pipeline stages have it (tied weights)
+  ModelPlacement placement{};
   bool operator==(const FlatDesc&) const = default;
 };
 

@@ -145,7 +145,7 @@ class RankWriter : StepWriter {
 
   // `shared`: units that this rank shares with other ranks.
   Plan finish(const std::vector<int>& shared) && {
-    for (const int unit : shared) sum_grad(unit, Axis::kPipeline);
+    for (const int unit : shared) sum_addends(unit, Axis::kPipeline);
     update();
     return std::move(plan_);
   }
@@ -171,9 +171,16 @@ class RankWriter : StepWriter {
     sum_activations(unit, TensorSplit::kColumn);
     const bool last = --backwards_[unit] == 0, on_disk = table_.grads_wait_on_disk();
     const bool settles = (!table_.holds_grad_in_place() && !stays) || last;
-    if (settles && on_disk) sum_partial(unit);
+    if (settles && on_disk) sum_in_stage(unit);
     if (settles) settle_grad(unit, last);
-    if (last && !on_disk) sum_partial(unit);
+    if (last && !on_disk) sum_in_stage(unit);
+  }
+
+  // The stages add up the gradients of tied weights at the end of the step.
+  void sum_in_stage(int unit) {
+    for (const Axis axis : kModelAxes) {
+      if (axis != Axis::kPipeline) sum_addends(unit, axis);
+    }
   }
 
   void transfer(Op op, const Action& made, int unit, int hop) {
@@ -203,6 +210,18 @@ ModelDesc part(const ModelDesc& model, int num_ranks, int rank) {
   return own;
 }
 
+ModelDesc with_holders(ModelDesc model, int num_ranks) {
+  for (size_t unit = 0; unit < model.units.size(); ++unit) {
+    const std::set<int> ranks = ranks_of(model, static_cast<int>(unit), num_ranks);
+    for (FlatDesc& flat : model.units[unit].flats) {
+      AxisHolding& holding = flat.placement.on(Axis::kPipeline);
+      holding.holders.assign(ranks.begin(), ranks.end());
+      if (ranks.size() > 1 && flat.trainable) holding.layout = Layout::kPartial;
+    }
+  }
+  return model;
+}
+
 std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, const Mesh& mesh,
                                 const Schedule& schedule) {
   const int num_ranks = mesh.size(Axis::kPipeline), num_stages = schedule.num_stages();
@@ -211,8 +230,9 @@ std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, cons
   check_schedule(schedule);
   const Stages forward = check_order(model, num_stages);
   const Stages backward = by_stage(model, model.backward, num_stages);
+  const ModelDesc held = with_holders(model, num_ranks);
   std::vector<ModelDesc> parts;
-  for (int rank = 0; rank < num_ranks; ++rank) parts.push_back(part(model, num_ranks, rank));
+  for (int rank = 0; rank < num_ranks; ++rank) parts.push_back(part(held, num_ranks, rank));
   std::vector<RankWriter> writers;
   for (int rank = 0; rank < num_ranks; ++rank) {
     writers.emplace_back(table, parts[rank], mesh, forward, backward, schedule.ranks[rank]);

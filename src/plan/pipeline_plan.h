@@ -13,6 +13,10 @@ namespace penstock {
 // the unit keeps its number and has no flats.
 ModelDesc part(const ModelDesc& model, int num_ranks, int rank);
 
+// Returns the model with the placement of its flats over the pipeline axis: the ranks whose stages
+// visit a unit hold its flats. If there are several, each has an addend of the gradient.
+ModelDesc with_holders(ModelDesc model, int num_ranks);
+
 // Returns one plan per pipeline rank. Between two uses in a step, a unit's parameters are in
 // `hold`. So the table decides whether they are gathered once or for each use. If several ranks
 // have a unit, its gradients are summed before the norm, and all these ranks update it.

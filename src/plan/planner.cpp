@@ -42,8 +42,7 @@ class SectionWriter : StepWriter {
       case Section::kUpdate:
         // This runs once per window, when the gradients of all backwards and all stages exist.
         for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
-          sum_partial(unit);
-          sum_stages(unit);
+          for (const Axis axis : kModelAxes) sum_addends(unit, axis);
         }
         update();
         break;
@@ -81,7 +80,9 @@ class SectionWriter : StepWriter {
       const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
       const bool settles = moves_now || i == last_visit[unit];
       // The sum needs the gradient in memory, so it runs before the gradient is written to disk.
-      if (settles && table_.grads_wait_on_disk()) sum_partial(unit);
+      if (settles && table_.grads_wait_on_disk()) {
+        for (const Axis axis : kModelAxes) sum_addends(unit, axis);
+      }
       if (settles) settle_grad(unit, last);
       settle_param(unit, last && i == last_visit[unit] ? Phase::kRest : Phase::kHold);
     }

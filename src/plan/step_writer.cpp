@@ -76,25 +76,12 @@ void StepWriter::settle_grad(int unit, bool last) {
     move_grad(unit, Phase::kHold, Phase::kUpdate);
 }
 
-void StepWriter::sum_partial(int unit) {
-  if (mesh_.size(Axis::kTensor) == 1) return;
+void StepWriter::sum_addends(int unit, Axis axis) {
   const std::vector<FlatDesc>& flats = model_.units[unit].flats;
-  if (std::any_of(flats.begin(), flats.end(), [](const FlatDesc& flat) {
-        return flat.trainable && flat.tensor == TensorCut::kPartial;
-      })) {
-    sum_grad(unit, Axis::kTensor);
-  }
-}
-
-void StepWriter::sum_stages(int unit) {
-  const std::vector<FlatDesc>& flats = model_.units[unit].flats;
-  if (std::any_of(flats.begin(), flats.end(),
-                  [](const FlatDesc& flat) { return flat.trainable && flat.stages; })) {
-    sum_grad(unit, Axis::kPipeline);
-  }
-}
-
-void StepWriter::sum_grad(int unit, Axis axis) {
+  const bool any = std::any_of(flats.begin(), flats.end(), [&](const FlatDesc& flat) {
+    return flat.trainable && flat.placement.is_partial(axis);
+  });
+  if (mesh_.size(axis) == 1 || !any) return;
   put({.op = Op::kSum,
        .units = {unit},
        .role = Role::kGrad,

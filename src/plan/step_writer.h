@@ -35,12 +35,9 @@ class StepWriter {
   // A gradient that is held in place is summed before it moves. Any other gradient moves first and
   // is summed where it arrives.
   void settle_grad(int unit, bool last);
-  // Sums gradients of which each tensor rank has an addend. Works in place.
-  void sum_partial(int unit);
-  // Sums gradients of units that several pipeline stages have. Works in place.
-  void sum_stages(int unit);
-  // Sums a gradient over one axis, in place.
-  void sum_grad(int unit, Axis axis);
+  // Sums gradients of which each rank along the axis has an addend. Works in place. Writes nothing
+  // if the unit has no such gradients.
+  void sum_addends(int unit, Axis axis);
   // Writes the norm and the update of every unit.
   void update();
 

@@ -14,6 +14,7 @@ import hugging_face as hf
 import pipeline_models
 import torch
 import torch.distributed as dist
+import training
 from models import fill
 from torch import nn
 from training import Tensors
@@ -252,7 +253,7 @@ def hash_of(model: nn.Module) -> str:
     """Of all bits of its weights."""
     made = hashlib.sha256()
     for one in model.parameters():
-        made.update(one.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        made.update(one.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return made.hexdigest()
 
 
@@ -260,25 +261,28 @@ def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-9))
 
 
-def run(case: Case, path: str) -> dict[str, Any]:
-    """On a rank: how far the engine is from plain torch, which rank 0 trains for all."""
+def run(case: Case, path: str, device: str = "cpu") -> dict[str, Any]:
+    """On a rank: how far the engine on `device` is from plain torch on the CPU, which rank 0 trains
+    for all."""
     import penstock  # noqa: PLC0415
 
-    model = MODELS[case.model][0]()
+    model = training.moved(MODELS[case.model][0](), device)
     engine = penstock.initialize(model, case.config(path))
     losses, first = [], {}
     for step in range(STEPS):
-        losses.append(float(engine.train_batch(parts_of(case, step, engine.data_rank))))
+        parts = parts_of(case, step, engine.data_rank)
+        there = ({name: one.to(device) for name, one in part.items()} for part in parts)
+        losses.append(float(engine.train_batch(there)))
         if step == 0:
             for name, param in model.named_parameters():
                 if param.requires_grad:
-                    first[name] = engine.param_state(param, "exp_avg")
+                    first[name] = engine.param_state(param, "exp_avg").cpu()
     engine.close()
     told: dict[str, Any] = {"hash": hash_of(model), "losses": losses}
     if dist.get_rank() > 0:
         return told
     theirs = plain(case)
-    weights = {name: one.detach() for name, one in model.named_parameters()}
+    weights = {name: one.detach().cpu() for name, one in model.named_parameters()}
     told["apart"] = {
         "losses": max(abs(a - b) for a, b in zip(losses, theirs["losses"], strict=True)),
         "first": compare.gradient_deviation(first, theirs["first"]),

@@ -25,7 +25,11 @@ def pytest_generate_tests(metafunc):
 
 
 def test_trains(case, pools, tmp_path, largest):
-    told = pools(case.world).run(meshes.run, case, str(tmp_path), timeout=200)
+    check(pools(case.world).run(meshes.run, case, str(tmp_path), timeout=200), largest)
+
+
+def check(told, largest):
+    """Also of test_device_meshes.py."""
     assert len({one["hash"] for one in told}) == 1, "replicas differ"
     assert all(one["losses"] == told[0]["losses"] for one in told)
     apart = told[0]["apart"]

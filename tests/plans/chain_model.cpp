@@ -195,8 +195,10 @@ ModelDesc describe(Variant variant, const Mesh& mesh, int num_stages) {
     desc.flats.push_back({padded(kWidth), Dtype::kFp32, !(frozen && unit == 1)});
     if (mesh.size(Axis::kTensor) > 1) {
       desc.split = has_gain(unit) ? TensorSplit::kColumn : TensorSplit::kRow;
-      desc.flats[0].tensor = desc.flats[1].tensor = TensorCut::kCut;
-      desc.flats[2].tensor = has_gain(unit) ? TensorCut::kPartial : TensorCut::kWhole;
+      for (size_t flat = 0; flat < 2; ++flat) {
+        desc.flats[flat].placement.on(Axis::kTensor).layout = Layout::kSharded;
+      }
+      if (has_gain(unit)) desc.flats[2].placement.on(Axis::kTensor).layout = Layout::kPartial;
     }
     model.units.push_back(desc);
   }

@@ -329,7 +329,7 @@ class RankRun {
     if (grad.book.empty()) fail(concat("u", unit, " has no gradient"));
     Copy& copy = *grad.at(grad.book.current());
     for (size_t flat = 0; flat < kNumFlats; ++flat) {
-      const bool partial = model_.units[unit].flats[flat].tensor == TensorCut::kPartial;
+      const bool partial = model_.units[unit].flats[flat].placement.is_partial(Axis::kTensor);
       if (!trains(unit, flat) || (axis == Axis::kTensor && !partial)) continue;
       const auto all = exchange_.all(rank_, group, now_, {copy.buffers[flat]});
       copy.buffers[flat] = combine(*all, 0, MoveKind::kAllReduce, 0);
@@ -429,7 +429,7 @@ class RankRun {
   // once.
   double share(int unit, size_t flat, const Placement& place) const {
     int parts = num_shards(place, mesh_) * mesh_.size(Axis::kPipeline), stages = 0;
-    if (model_.units[unit].flats[flat].tensor == TensorCut::kCut)
+    if (model_.units[unit].flats[flat].placement.is_sharded(Axis::kTensor))
       parts *= mesh_.size(Axis::kTensor);
     for (int rank = 0; rank < mesh_.size(Axis::kPipeline); ++rank) stages += place_.has(rank, unit);
     return static_cast<double>(parts) / (stages * mesh_.world());

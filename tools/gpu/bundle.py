@@ -29,7 +29,7 @@ LIMIT_MIB = 40.0
 SOURCES = ("highway", "liburing", "googletest", "xxhash")
 HEADERS = ("nlohmann-json3-dev",)
 COMPONENTS = {"Debian": ("main",), "Ubuntu": ("main", "universe")}
-# Dependencies are added. Versions are those of requirements-dev.txt, if it has them.
+# Dependencies are added. Versions are those of the requirements files, if they have them.
 WHEELS = ("pytest", "pytest-timeout", "psutil", "safetensors", "ninja", "cmake==3.31.*")
 # Python on the GPU machine. It only decides which dependencies the wheels have.
 PYTHON_VERSION = "3.12"
@@ -44,8 +44,9 @@ def run(command: list[str], folder: pathlib.Path | None = None) -> str:
 
 
 def pinned(names: Iterable[str]) -> list[str]:
-    """Returns the names with their versions in requirements-dev.txt."""
-    text = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
+    """Returns the names with their versions in the requirements files."""
+    files = [ROOT / f"requirements-{name}.txt" for name in ("build", "dev")]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
     return [f"{name}=={pins[name]}" if name in pins else name for name in names]
 

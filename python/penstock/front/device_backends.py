@@ -1,6 +1,7 @@
 """Back ends of torch.distributed with collectives on device memory: NCCL, RCCL, XCCL, UCC, and
 back ends that other packages register with torch."""
 
+import collections
 import contextlib
 import datetime
 import itertools
@@ -45,13 +46,16 @@ class DeviceGroups:
         # Since NCCL 2.26 the order of launches on the host is also the order on the device.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self._name, self._timeout = name, timeout + _LATER
-        self._engine, self._made = next(_engines), itertools.count()
+        self._engine = next(_engines)
+        self._made: collections.Counter[str] = collections.Counter()
 
     def __call__(self, members: list[int]) -> typing.Any:
         """Makes a back end for `members`, including this rank. All members call it in the same
         order."""
         ranks = "-".join(map(str, members)) if len(members) < 64 else str(hash(tuple(members)))
-        prefix = f"penstock/{self._engine}/{next(self._made)}/{ranks}"
+        # Numbered by ranks, because a rank takes part in groups in which its peers do not.
+        prefix = f"penstock/{self._engine}/{self._made[ranks]}/{ranks}"
+        self._made[ranks] += 1
         # A clone has a connection of its own: a rank that waits for its peers holds a lock on it.
         default: typing.Any = distributed_c10d._get_default_store()
         store = PrefixStore(prefix, default.clone())

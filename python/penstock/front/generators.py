@@ -1,5 +1,7 @@
-"""The states of a rank's random generators in a checkpoint: Python, numpy and the rank's device.
-torch's CPU generator is a tensor of the checkpoint, which C++ also reads."""
+"""A rank's random generators: their states in a checkpoint, and those that a forward draws from.
+
+A checkpoint has the states of Python, numpy and the rank's device. torch's CPU generator is a
+tensor of the checkpoint, which C++ also reads."""
 
 import hashlib
 import random
@@ -35,6 +37,30 @@ def restore(kept: dict[str, Any], device: torch.device) -> None:
     if device.type == kind:
         there = torch.get_device_module(device)
         there.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)
+
+
+def of_forward(device: torch.device) -> list[torch.Tensor]:
+    """Returns the states of the torch generators from which a forward on that device draws, for
+    `set_of_forward`. The host does not wait for the device."""
+    found = [torch.get_rng_state()]
+    if device.type not in ("cpu", "meta"):
+        found.append(torch.get_device_module(device).get_rng_state(device))
+    return found
+
+
+def set_of_forward(states: list[torch.Tensor], device: torch.device) -> None:
+    """Sets the states that `of_forward` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+def seed_forward(seed: int, device: torch.device) -> None:
+    """Seeds the generators of `of_forward`."""
+    torch.default_generator.manual_seed(seed)
+    if device.type not in ("cpu", "meta"):
+        with torch.accelerator.device_index(device.index or 0):
+            torch.get_device_module(device).manual_seed(seed)
 
 
 def derive(state: torch.Tensor, rank: int) -> None:

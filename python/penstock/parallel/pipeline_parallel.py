@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
-from penstock.front import module_tree
+from penstock.front import generators, module_tree
 from penstock.front.forward_guard import Forward, in_backward
 from penstock.parallel.pipeline_layers import PipelineLayers
 from penstock.parallel.stand_in import Absent, fake_of, is_absent, like, value_of
@@ -123,6 +123,7 @@ class PipelineParallel:
         self._inferring = False
         self._outputs: dict[Any, _Shape] = {}
         self._model = model
+        self._device = module_tree.device_of(model)
         self._pieces: list[tuple[str, int, nn.Module]] = []
         if self.active:
             self.ranks = _penstock.PipelineRanks(core)
@@ -162,13 +163,13 @@ class PipelineParallel:
         running = _Running(stage, given, stage == 0, micro, torch.is_grad_enabled())
         self._running = running
         before = [(one, one._version) for _, one in self._outside()]
-        kept = torch.get_rng_state()
-        torch.default_generator.manual_seed(micro.seed)
+        kept = generators.of_forward(self._device)
+        generators.seed_forward(micro.seed, self._device)
         try:
             outputs = forward()
         finally:
             self._running = None
-            torch.set_rng_state(kept)
+            generators.set_of_forward(kept, self._device)
         if stage < self.last:
             self._check_outside(before)
         handed = isinstance(outputs, Handed)
@@ -277,7 +278,7 @@ class PipelineParallel:
         if not running.begun:
             self._take(running, name, given)
             running.begun = True
-            _seed(running)
+            self._seed(running)
         for one in module_tree.take_out(given)[0]:
             if is_absent(one):
                 raise RuntimeFault(
@@ -288,6 +289,13 @@ class PipelineParallel:
                 )
         return module_tree.filled(given, value_of)
 
+    def _seed(self, running: _Running) -> None:
+        """Up to here, all stages draw the same random numbers. From here on, each stage draws its
+        own."""
+        if not running.seeded:
+            running.seeded = True
+            generators.seed_forward(running.micro.seed + running.stage, self._device)
+
     # ---- between stages
 
     def _entry(self, inner: Callable[..., Any], inputs: Any) -> Any:
@@ -296,7 +304,7 @@ class PipelineParallel:
         running = self._running
         if running is None or running.given is None or in_backward():
             return inner(inputs)
-        _seed(running)
+        self._seed(running)
         told = json.loads(running.given.text)
         tensors = [like(one.shape, one.dtype, one.device) for one in running.given.tensors]
         if told["places"] is None:
@@ -373,7 +381,7 @@ class PipelineParallel:
         tensors, left = module_tree.take_out(given)
         shapes = tuple((one.shape, one.dtype, one.device) for one in tensors)
         own = tuple((n, one) for n, one in vars(module).items() if isinstance(one, _PLAIN))
-        key = (name, _signature(left), shapes, own, _autocast())
+        key = (name, _signature(left), shapes, own, _autocast(self._device.type))
         if key not in self._outputs:
             self._outputs[key] = self._infer(module, name, inner, tensors, left)
         return self._outputs[key].made(module_tree.objects_in(left))
@@ -420,14 +428,6 @@ class PipelineParallel:
             for one, state in kept:
                 state.put_in(one)
         return _Shape(_Template(outputs), aside)
-
-
-def _seed(running: _Running) -> None:
-    """Up to here, all stages draw the same random numbers. From here on, each stage draws its
-    own."""
-    if not running.seeded:
-        running.seeded = True
-        torch.default_generator.manual_seed(running.micro.seed + running.stage)
 
 
 class _Template:
@@ -543,8 +543,8 @@ def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
     micro.batch = told["batch"] if micro.batch is None else micro.batch
 
 
-def _autocast() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def _signature(left: Any) -> str:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.front import module_tree
+from penstock.front import generators, module_tree
 from penstock.parallel.lazy_logits import LazyLogits
 
 # Allowed relative differences. In a new model, scores of attention are small, and low precision
@@ -93,6 +93,7 @@ class Probe:
     ) -> None:
         self.ranks, self.tokens, self.shapes_alone = ranks, tokens, shapes_alone
         self._attributes = attributes
+        self._device = module_tree.device_of(model)
         # Runs compute all tokens, so the gradients of these parameters are not addends.
         rows = {f"{one.name}.bias" for one in ranks.modules if one.style == "row_tokens"}
         self._cuts = {
@@ -167,7 +168,8 @@ class Probe:
             ]
         inputs = {f"argument {i}": one for i, one in enumerate(leaves) if one.requires_grad}
         params = {**run.parts, **run.full}
-        return Results(found, inputs, params, _allowed([*found, *params.values()], wide), again)
+        allowed = _allowed([*found, *params.values()], wide, self._device.type)
+        return Results(found, inputs, params, allowed, again)
 
     @contextlib.contextmanager
     def _inside(self, region: Any, given: Any, run: "_Run") -> Iterator[None]:
@@ -176,8 +178,8 @@ class Probe:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self.left_alone(region.module, given, run.wide))
-                if run.wide:
-                    stack.enter_context(torch.autocast("cpu", enabled=False))
+                if run.wide and torch.is_autocast_enabled(self._device.type):
+                    stack.enter_context(torch.autocast(self._device.type, enabled=False))
                 if run.grads:
                     stack.enter_context(self._own_parameters(region, run))
                 if run.uncut:
@@ -193,7 +195,7 @@ class Probe:
 
         `wide`: buffers of low precision are fp32.
         """
-        state, drawn = torch.get_rng_state(), random.getstate()
+        states, drawn = generators.of_forward(self._device), random.getstate()
         modules = [one for _, one in module_tree.modules_of(module)]
         fields = [(one, dict(vars(one))) for one in modules]
         buffers = [(one._buffers, dict(one._buffers)) for one in modules]
@@ -219,7 +221,7 @@ class Probe:
             for one, seen in fields:
                 vars(one).clear()
                 vars(one).update(seen)
-            torch.set_rng_state(state)
+            generators.set_of_forward(states, self._device)
             random.setstate(drawn)
 
     @contextlib.contextmanager
@@ -387,7 +389,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
     seen = tensor.detach()
     if seen.layout != torch.strided or seen.is_nested or seen.numel() == 0:
         return str(tuple(seen.shape)).encode()
-    flat = seen.contiguous().reshape(-1).view(torch.uint8)
+    flat = seen.cpu().contiguous().reshape(-1).view(torch.uint8)
     return (
         hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
         + str(tuple(seen.shape)).encode()
@@ -422,10 +424,10 @@ def _leaves(tensors: list[torch.Tensor], grads: bool, wide: bool) -> list[torch.
     return leaves
 
 
-def _allowed(tensors: list[torch.Tensor], wide: bool) -> float:
+def _allowed(tensors: list[torch.Tensor], wide: bool, device: str) -> float:
     used = {one.dtype for one in tensors}
-    if not wide and torch.is_autocast_enabled("cpu"):
-        used.add(torch.get_autocast_dtype("cpu"))
+    if not wide and torch.is_autocast_enabled(device):
+        used.add(torch.get_autocast_dtype(device))
     return max((_ALLOWED[one] for one in used if one in _ALLOWED), default=0.0)
 
 
@@ -460,7 +462,7 @@ def _seed(output: torch.Tensor, index: int) -> torch.Tensor | None:
     if not output.is_floating_point():
         return None
     drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(index))
-    return drawn.to(output.dtype)
+    return drawn.to(output)
 
 
 def _has_reentrant(output: torch.Tensor) -> bool:

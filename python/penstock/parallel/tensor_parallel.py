@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
-from penstock.front import module_tree
+from penstock.front import generators, module_tree
 from penstock.front.forward_guard import Forward, Hook
 from penstock.parallel import parallel_plans
 from penstock.parallel.lazy_logits import CutHead, LazyLogits
@@ -58,7 +58,7 @@ class TensorParallel:
         if self._count == 1:
             return
         self._ranks = _penstock.TensorRanks(core)
-        self._draws = _Draws()
+        self._draws = _Draws(module_tree.device_of(model))
         self._tokens = TokenParts.of(model, config, self._ranks)
         self._divide(model, config.parallel.rules, installed)
         # The order matters. The check is inside the gathers of tokens, because it needs their
@@ -395,12 +395,15 @@ def _refuse_falcon(module: Any) -> None:
 class _Draws:
     """Checks that tensor ranks draw the same random numbers in a forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._alike, self._before = True, ""
+        self._device = device
 
-    @staticmethod
-    def now() -> str:
-        return hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    def now(self) -> str:
+        found = hashlib.blake2b()
+        for state in generators.of_forward(self._device):
+            found.update(state.numpy().tobytes())
+        return found.hexdigest()
 
     def begin(self, alike: bool) -> None:
         self._alike = alike

@@ -4,14 +4,13 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
-#include "src/place/groups.h"
 
 namespace penstock::engine {
 
-TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
+TensorAxis::TensorAxis(std::shared_ptr<parallel::Peers> peers,
                        const std::vector<parallel::Ruled>& ruled, const ModelTree& tree,
                        const std::set<int>& here)
-    : peers_(std::make_shared<parallel::Peers>(group, Groups(mesh, group->rank()).tensor())) {
+    : peers_(std::move(peers)) {
   for (const parallel::Ruled& one : ruled) {
     const std::string& name = tree.modules[one.module].name;
     const char* style = parallel::style_name(one.style);
@@ -45,7 +44,8 @@ void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
     for (const exec::Flat& flat : unit.flats) {
       for (const exec::Slot& slot : flat.slots) {
         const auto found = uncalled_.find(slot.index);
-        if (found == uncalled_.end() || (flat.owners.size() > 1 && !slot.touched)) continue;
+        if (found == uncalled_.end()) continue;
+        if (flat.placement.is_partial(Axis::kPipeline) && !slot.touched) continue;
         throw RuntimeFault(concat(
             "[engine::step] \"parallel.rules\" cut module \"", modules_[found->second].name,
             "\", which was not called before the first step. Code that reads its weight directly "

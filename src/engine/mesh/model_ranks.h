@@ -23,9 +23,8 @@ class TensorAxis {
  public:
   // `ruled`: the modules of `tree` that have a rule. `here`: indices of the parameters of this
   // rank's stage.
-  TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
-             const std::vector<parallel::Ruled>& ruled, const ModelTree& tree,
-             const std::set<int>& here);
+  TensorAxis(std::shared_ptr<parallel::Peers> peers, const std::vector<parallel::Ruled>& ruled,
+             const ModelTree& tree, const std::set<int>& here);
 
   const std::vector<TensorModule>& modules() const { return modules_; }
   // The cuts of all parameters whose cut is not kWhole, by name.

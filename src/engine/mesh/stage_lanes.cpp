@@ -23,31 +23,43 @@ void put_in(const at::Tensor& buffer, const at::Tensor& values) {
   if (alike) {
     buffer.copy_(values);
   } else {
-    buffer.set_data(values);
+    buffer.set_data(values.to(buffer.device()));
   }
 }
 
 }  // namespace
 
 StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& members,
-                       const Stages& stages, const ParallelConfig& config)
+                       const Stages& stages, const ParallelConfig& config,
+                       const device::Device& computes)
     : group_(group),
       members_(members),
+      computes_(computes),
       num_stages_(stages.count),
       virtual_stages_(config.virtual_stages),
       schedule_(config.schedule) {
   for (const StageModule& piece : stages.pieces) pieces_.push_back({piece.module, piece.stage});
+  // Lanes may connect, which waits for the other end. All ranks connect in the order of the pairs
+  // of neighbours, so no ranks wait for each other in a circle.
   const int size = members.size();
-  const int self = group->rank();
-  const int after = members.ranks[static_cast<size_t>((members.index + 1) % size)];
-  const int before = members.ranks[static_cast<size_t>((members.index + size - 1) % size)];
   const auto way = [&](int from, int to, const char* name) {
-    return std::make_unique<NeighbourLane>(group, from, to, name);
+    const std::vector<int>& ranks = members.ranks;
+    const bool is_used = std::abs(from - to) == 1 || config.virtual_stages > 1;
+    return std::make_unique<NeighbourLane>(group, ranks[static_cast<size_t>(from)],
+                                           ranks[static_cast<size_t>(to)], name,
+                                           is_used ? computes : device::Device::host());
   };
-  sends_forward_ = way(self, after, "stage forward");
-  receives_forward_ = way(before, self, "stage forward");
-  sends_backward_ = way(self, before, "stage backward");
-  receives_backward_ = way(after, self, "stage backward");
+  for (int before = 0; before < size; ++before) {
+    const int after = (before + 1) % size;
+    if (members.index == before) {
+      sends_forward_ = way(before, after, "stage forward");
+      receives_backward_ = way(after, before, "stage backward");
+    }
+    if (members.index == after) {
+      receives_forward_ = way(before, after, "stage forward");
+      sends_backward_ = way(after, before, "stage backward");
+    }
+  }
 }
 
 void StageLanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
@@ -123,6 +135,10 @@ parallel::TensorMessage StageLanes::receive(const Action& action) {
   arriving_.erase(found);
   arriving->fence.wait();
   post(way, 1);  // the next message arrives while this stage computes
+  for (const at::Tensor& tensor : arriving->message.tensors) {
+    if (!tensor.defined() || tensor.is_cpu()) continue;
+    computes_.used_on(tensor.storage().data_ptr(), computes_.current());  // the lane allocated it
+  }
   return std::move(arriving->message);
 }
 
@@ -160,7 +176,7 @@ void StageLanes::bring_buffers(const Share& share) {
     std::vector<StageBuffer> theirs;
     for (const StageBuffer& buffer : buffers_) {
       if (buffer.stage % members_.size() != owner) continue;
-      own.tensors.push_back(buffer.values);
+      own.tensors.push_back(buffer.values.cpu());
       theirs.push_back(buffer);
     }
     std::vector<int> others = members_.ranks;

@@ -26,9 +26,9 @@ namespace penstock::engine {
 
 class StageLanes {
  public:
-  // `members`: the ranks of this rank's pipeline.
+  // [pipeline] `members`: the ranks of this rank's pipeline. `computes` must outlive this object.
   StageLanes(const std::shared_ptr<Group>& group, const Members& members, const Stages& stages,
-             const ParallelConfig& config);
+             const ParallelConfig& config, const device::Device& computes);
 
   int index() const { return members_.index; }
   int count() const { return members_.size(); }
@@ -52,8 +52,10 @@ class StageLanes {
  private:
   // One direction to or from a neighbouring stage.
   struct NeighbourLane {
-    NeighbourLane(const std::shared_ptr<Group>& group, int from, int to, const std::string& name)
-        : messages(group, from, {to}, name), lane("penstock-stage") {}
+    NeighbourLane(const std::shared_ptr<Group>& group, int from, int to, const std::string& name,
+                  const device::Device& computes)
+        : messages(group, from, {to}, name, computes),
+          lane("penstock-stage", computes, device::LaneKind::kThread) {}
     parallel::Messages messages;
     device::Lane lane;
     std::deque<Action> expected{};  // messages without a posted receive, in order
@@ -67,6 +69,7 @@ class StageLanes {
 
   const std::shared_ptr<Group> group_;
   const Members members_;
+  const device::Device& computes_;
   const int num_stages_, virtual_stages_;
   const std::string schedule_;
   std::vector<StagePiece> pieces_;

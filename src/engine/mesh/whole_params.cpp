@@ -26,7 +26,7 @@ void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayR
 template <class Action>
 void WholeParams::for_each(int unit, const Action& action) {
   for (const exec::Part& part : executor_.units()[static_cast<size_t>(unit)].parts()) {
-    if (part.here && part.flat->tensor != TensorCut::kCut) continue;
+    if (part.here && !part.flat->placement.is_sharded()) continue;
     for (exec::Slot& slot : part.flat->slots) action(part, slot);
   }
 }
@@ -61,10 +61,10 @@ void WholeParams::show(int unit) {
   exec::GatheredValues& values = executor_.values();
   for (const exec::Part& one : executor_.units()[static_cast<size_t>(unit)].parts()) {
     exec::Flat& flat = *one.flat;
-    const bool cut = flat.tensor == TensorCut::kCut;
+    const bool cut = flat.placement.is_sharded();
     const bool shown = flat.slots.front().shown;
     at::Tensor all;
-    if (one.here && !flat.owners.empty()) {
+    if (one.here && !flat.placement.on(Axis::kPipeline).holders.empty()) {
       all = device::view(computing(flat).data(), flat.dtype, flat.numel);
     }
     // A stage does not know whether the flat is already shown on other stages, so every stage takes
@@ -75,7 +75,7 @@ void WholeParams::show(int unit) {
       if (one.here && cut) show(slot, values.whole_of(slot, part(flat, slot)));
       if (one.here) continue;
       const at::Tensor its = all.narrow(0, slot.offset, slot.numel).view(slot.sizes);
-      show(slot, values.whole_of(slot, its).to(slot.param.scalar_type()).clone());
+      show(slot, values.whole_of(slot, its).to(slot.param.options()).clone());
     }
   }
 }
@@ -83,10 +83,10 @@ void WholeParams::show(int unit) {
 void WholeParams::write(int unit) {
   const bool stages = executor_.mesh().size(Axis::kPipeline) > 1;
   for (const exec::Part& one : executor_.units()[static_cast<size_t>(unit)].parts()) {
-    if (!stages && one.flat->tensor != TensorCut::kCut) continue;
+    if (!stages && !one.flat->placement.is_sharded()) continue;
     for (exec::Slot& slot : one.flat->slots) {
       if (!stages && !slot.shown) continue;
-      const at::Tensor whole = slot.param.detach().contiguous();
+      const at::Tensor whole = slot.param.detach().cpu().contiguous();
       executor_.broadcast(concat("written ", slot.name), whole.data_ptr(),
                           static_cast<int64_t>(whole.nbytes()));
       if (one.here) part(*one.flat, slot).copy_(executor_.values().part_of(slot, whole));

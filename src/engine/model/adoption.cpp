@@ -217,7 +217,8 @@ at::Tensor Adoption::take_values(const exec::Part& part, const std::string& labe
                                  const ModelTree& tree, bool narrow) {
   exec::Flat& flat = *part.flat;
   at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
-  const bool read = flat.tensor != TensorCut::kCut && in_files(flat, tree);
+  const bool cut = flat.placement.is_sharded();
+  const bool read = !cut && in_files(flat, tree);
   const auto kept = read && part.here ? executor_.values().kept(flat)
                                       : std::vector<std::pair<int64_t, int64_t>>();
   for (exec::Slot& slot : flat.slots) {
@@ -227,7 +228,7 @@ at::Tensor Adoption::take_values(const exec::Part& part, const std::string& labe
       if (!is_tile(slot, tree)) tree.init->drop(slot.param);
     } else {
       at::Tensor initial = initial_values(slot, tree);
-      if (slot.cut.kind == TensorCut::kCut) initial = cut_values(slot, initial, label);
+      if (slot.is_cut()) initial = cut_values(slot, initial, label);
       full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
     }
     if (is_tile(slot, tree)) {
@@ -238,7 +239,7 @@ at::Tensor Adoption::take_values(const exec::Part& part, const std::string& labe
     }
     slot.window = slot.param.storage();
   }
-  if (flat.tensor != TensorCut::kCut && !read) {  // cut parameters were broadcast one by one
+  if (!cut && !read) {  // cut parameters were broadcast one by one
     at::Tensor sent = narrow ? full.to(device::scalar_type(flat.dtype)) : full;
     executor_.broadcast(label, sent.data_ptr(), static_cast<int64_t>(sent.nbytes()));
     if (narrow) full.copy_(sent);

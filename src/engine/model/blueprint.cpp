@@ -18,22 +18,36 @@ namespace penstock::engine {
 
 namespace {
 
-// The mesh axes that determine the rank's flats, and the rank's place in these axes.
-struct Axes {
-  int num_data, tensor, num_tensor, pipeline, num_pipeline;
-};
-
-// Returns the pipeline ranks that have the parameter, or an empty list if there is one stage.
-std::vector<int> owners_of(const Stages& stages, int param, int num_pipeline) {
-  if (num_pipeline == 1) return {};
-  std::set<int> ranks;
-  for (const int stage : stages.of_param[static_cast<size_t>(param)]) {
-    ranks.insert(stage % num_pipeline);
+Layout layout_of(TensorCut cut) {
+  switch (cut) {
+    case TensorCut::kWhole:
+      return Layout::kReplicated;
+    case TensorCut::kCut:
+      return Layout::kSharded;
+    case TensorCut::kPartial:
+      return Layout::kPartial;
   }
-  return {ranks.begin(), ranks.end()};
+  throw Bug("[engine::layout_of] unknown cut");
 }
 
-exec::Slot slot_of(const ParamInfo& info, int named, const Axes& axes) {
+// Returns how the ranks of the model axes hold a parameter, from its cut and the stages that use it.
+ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stages,
+                            const Mesh& mesh) {
+  ModelPlacement place;
+  place.on(Axis::kTensor).layout = layout_of(info.cut.kind);
+  const int pipeline = mesh.size(Axis::kPipeline);
+  if (pipeline == 1) return place;
+  std::set<int> ranks;
+  for (const int stage : stages.of_param[static_cast<size_t>(index)]) {
+    ranks.insert(stage % pipeline);
+  }
+  AxisHolding& held = place.on(Axis::kPipeline);
+  held.holders.assign(ranks.begin(), ranks.end());
+  if (ranks.size() > 1 && info.param.requires_grad()) held.layout = Layout::kPartial;
+  return place;
+}
+
+exec::Slot slot_of(const ParamInfo& info, int named, const Mesh& mesh, int rank) {
   exec::Slot slot;
   slot.name = info.name;
   slot.param = info.param;
@@ -41,18 +55,20 @@ exec::Slot slot_of(const ParamInfo& info, int named, const Axes& axes) {
   slot.group = info.group;
   slot.cut = info.cut;
   slot.whole = slot.sizes = info.param.sizes().vec();
-  if (info.cut.kind == TensorCut::kCut) {
-    slot.ranges = info.cut.ranges(axes.tensor, axes.num_tensor);
-    slot.sizes.at(info.cut.dim) = info.cut.size(axes.tensor, axes.num_tensor);
+  if (slot.is_cut()) {
+    const int index = mesh.coordinate(rank, slot.cut_axis), count = mesh.size(slot.cut_axis);
+    slot.ranges = info.cut.ranges(index, count);
+    slot.sizes.at(info.cut.dim) = info.cut.size(index, count);
     slot.room = info.param.numel() / std::max<int64_t>(1, info.param.size(info.cut.dim)) *
-                info.cut.size(0, axes.num_tensor);
+                info.cut.size(0, count);
   }
   return slot;
 }
 
-// Makes one flat per unit, dtype, trainability, cut and set of owning stages.
+// Makes one flat per unit, dtype, trainability and placement over the model axes.
 std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<UnitSpec>& specs,
-                                     const Config& config, const Stages& stages, const Axes& axes) {
+                                     const Config& config, const Stages& stages, const Mesh& mesh,
+                                     int rank) {
   std::vector<exec::UnitState> units;
   int num_slots = 0;
   for (const UnitSpec& spec : specs) {
@@ -63,22 +79,20 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       const int named = info.whole >= 0 ? info.whole : index;
       const Dtype dtype = compute_dtype(config, tree.params[named]);
       const bool trainable = info.param.requires_grad();
-      const std::vector<int> owners = owners_of(stages, index, axes.num_pipeline);
+      const ModelPlacement placement = placement_of(info, index, stages, mesh);
       exec::Flat* flat = nullptr;
       for (exec::Flat& one : unit.flats) {
         const bool alike = one.dtype == dtype && one.trainable == trainable;
-        if (alike && one.tensor == info.cut.kind && one.owners == owners) flat = &one;
+        if (alike && one.placement == placement) flat = &one;
       }
       if (flat == nullptr) {
-        flat = &unit.flats.emplace_back(dtype, trainable, info.cut.kind);
-        flat->owners = owners;
+        flat = &unit.flats.emplace_back(dtype, trainable, placement);
         flat->number = static_cast<int>(unit.flats.size()) - 1;
       }
-      flat->add(slot_of(info, named, axes), unit.name);
+      flat->add(slot_of(info, named, mesh, rank), unit.name);
     }
     for (exec::Flat& flat : unit.flats) {
-      const int addends = flat.tensor == TensorCut::kPartial ? axes.num_tensor : 1;
-      flat.seal(axes.num_data * addends * std::max<int>(1, static_cast<int>(flat.owners.size())));
+      flat.seal(mesh.data() * flat.placement.num_addends(mesh));
       for (exec::Slot& slot : flat.slots) slot.number = num_slots++;
     }
     units.push_back(std::move(unit));
@@ -91,14 +105,15 @@ void keep_own(std::vector<exec::UnitState>& units, int pipeline) {
   for (exec::UnitState& unit : units) {
     std::vector<exec::Flat> own;
     for (exec::Flat& flat : unit.flats) {
-      const bool mine = std::count(flat.owners.begin(), flat.owners.end(), pipeline) > 0;
+      const bool mine = flat.placement.is_held_by(Axis::kPipeline, pipeline);
       (mine ? own : unit.away).push_back(std::move(flat));
     }
     unit.flats = std::move(own);
     for (exec::Flat& flat : unit.away) {
       for (exec::Slot& slot : flat.slots) {
         slot.guard =
-            concat("[exec::guard] parameter \"", slot.name, "\" is in stage ", flat.owners.front(),
+            concat("[exec::guard] parameter \"", slot.name, "\" is in stage ",
+                   flat.placement.on(Axis::kPipeline).holders.front(),
                    " of the pipeline, and this "
                    "rank is in stage ",
                    pipeline,
@@ -114,17 +129,13 @@ ModelDesc describe(const std::vector<exec::UnitState>& units, const std::vector<
   for (size_t unit = 0; unit < units.size(); ++unit) {
     UnitDesc desc{.name = units[unit].name, .flats = {}, .block = specs[unit].block};
     for (const exec::Flat& flat : units[unit].flats) {
-      desc.flats.push_back(
-          {flat.numel, flat.dtype, flat.trainable, flat.tensor, flat.owners.size() > 1});
+      desc.flats.push_back({flat.numel, flat.dtype, flat.trainable, flat.placement});
     }
     model.units.push_back(desc);
   }
   penstock::assume_order(model, true);
   return model;
 }
-
-constexpr const char* kOnHost =
-    ". Keep the model on the CPU (penstock.init(device=\"cpu\"), or initialize(device=\"cpu\"))";
 
 bool leaves_tiers_open(const Config& config) {
   return config.offload.optimizer == "auto" || config.offload.params == "auto";
@@ -151,24 +162,10 @@ void check_tensor(const ModelTree& tree, const Config& config) {
         parallel::names_of_matrices(tree)));
   }
   if (config.tiling.any()) fail("\"tiling\" is not supported with tensor ranks yet; remove it");
-  const c10::Device where = device_of(tree);
-  if (where.is_cpu()) return;
-  fail(concat("tensor ranks can exchange only host memory so far, but the model trains on ",
-              where.str(), kOnHost));
-}
-
-// Throws ConfigError for settings that do not work with sequence ranks yet.
-void check_sequence(const ModelTree& tree, const Config& config) {
-  const c10::Device where = device_of(tree);
-  if (where.is_cpu()) return;
-  throw ConfigError(
-      concat("[engine::draw] \"mesh.sequence\" is ", config.mesh.sequence,
-             ": sequence ranks can exchange only host memory so far, but the model trains on ",
-             where.str(), kOnHost, ", or set \"mesh.sequence\" to 1"));
 }
 
 // Throws ConfigError for settings that do not work with pipelines yet.
-void check_pipeline(const ModelTree& tree, const Config& config) {
+void check_pipeline(const Config& config) {
   const auto fail = [&](const std::string& what) {
     throw ConfigError(
         concat("[engine::draw] \"mesh.pipeline\" is ", config.mesh.pipeline, ": ", what));
@@ -185,10 +182,6 @@ void check_pipeline(const ModelTree& tree, const Config& config) {
                 "be idle. Raise it to a multiple of ", config.mesh.pipeline,
                 ", or use the schedule \"gpipe\""));
   }
-  const c10::Device where = device_of(tree);
-  if (where.is_cpu() || where.is_meta()) return;  // meta: `penstock plan` describes models
-  fail(concat("stages can exchange only host memory so far, but the model trains on ", where.str(),
-              kOnHost));
 }
 
 }  // namespace
@@ -242,23 +235,20 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   ModelTree tree = given;
   const int tensor = drawn.mesh.size(Axis::kTensor);
   if (tensor > 1) check_tensor(tree, config);
-  if (config.mesh.sequence > 1) check_sequence(tree, config);
   std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, tensor, &tree);
   if (tensor > 1) drawn.ruled = std::move(ruled);
   drawn.split =
       tiles::split_large(tensor > 1 ? tree : given, config.tiling,
                          [&](const ParamInfo& param) { return compute_dtype(config, param); });
   const int pipeline = drawn.mesh.size(Axis::kPipeline);
-  if (pipeline > 1) check_pipeline(tree, config);
+  if (pipeline > 1) check_pipeline(config);
   const ModelTree& split = drawn.split.tree;
   drawn.specs = find_units(split, pipeline > 1 ? Stages::units(config.units) : config.units);
   if (pipeline > 1) {
     drawn.stages = find_stages(split, drawn.specs, config);
   }
   const int at = drawn.mesh.coordinate(rank, Axis::kPipeline);
-  drawn.units = lay_out(
-      split, drawn.specs, config, drawn.stages,
-      {drawn.mesh.data(), drawn.mesh.coordinate(rank, Axis::kTensor), tensor, at, pipeline});
+  drawn.units = lay_out(split, drawn.specs, config, drawn.stages, drawn.mesh, rank);
   // The fingerprint is made before keep_own(), because it must be equal on all stages.
   drawn.print = fingerprint(drawn.units);
   if (pipeline > 1) keep_own(drawn.units, at);
@@ -333,7 +323,9 @@ Table settle(Blueprint& blueprint) {
   const Table table = table_of(blueprint.config, blueprint.model);
   for (const UnitDesc& unit : blueprint.model.units) {
     const bool tied = std::any_of(unit.flats.begin(), unit.flats.end(),
-                                  [](const FlatDesc& flat) { return flat.stages; });
+                                  [](const FlatDesc& flat) {
+                                    return flat.placement.is_partial(Axis::kPipeline);
+                                  });
     if (!tied || !table.grads_wait_on_disk()) continue;
     throw ConfigError(concat("[engine::settle] \"", unit.name,
                              "\" has weights that several pipeline stages share (tied), so their "

@@ -123,7 +123,7 @@ void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tenso
     flat.say_gone();
     return flat.detach();
   }
-  if (flat.tensor == TensorCut::kCut) return give_back_cut(flat, values);
+  if (flat.placement.is_sharded()) return give_back_cut(flat, values);
   for (exec::Slot& slot : flat.slots) {
     if (slot.param.storage().unsafeGetStorageImpl() != slot.window.unsafeGetStorageImpl()) {
       flat.let_go(slot);  // if users gave the parameter new memory, it keeps that memory
@@ -166,7 +166,7 @@ void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& va
   for (exec::Slot& slot : flat.slots) {
     const at::Tensor part = values.narrow(0, slot.offset, slot.numel).view(slot.sizes);
     const at::Tensor whole =
-        state.executor->values().whole_of(slot, part).to(slot.param.scalar_type()).clone();
+        state.executor->values().whole_of(slot, part).to(slot.param.options()).clone();
     engine::set_window(slot.param, whole.storage(), whole.scalar_type(), slot.whole);
   }
 }
@@ -174,7 +174,8 @@ void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& va
 // If only some stages have the flat, sends its values to the other stages.
 at::Tensor Core::State::Closing::sent_across(const exec::Part& part, int unit, int index,
                                              const at::Tensor& own) {
-  if (!gathers || !lost.empty() || part.flat->owners.empty()) return own;
+  const bool everywhere = part.flat->placement.on(Axis::kPipeline).holders.empty();
+  if (!gathers || !lost.empty() || everywhere) return own;
   exec::GatheredValues& values = state.executor->values();
   at::Tensor sent = own;
   if (part.here && !own.defined()) sent = values.resting(unit, index);  // a full resting copy

@@ -189,15 +189,19 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
   driver.emplace(*executor);
   wholes.emplace(*executor);
+  const auto peers = [&](const Members& ranks, const char* lane) {
+    return std::make_shared<parallel::Peers>(group, ranks, lane, tiers.computes);
+  };
   if (config.mesh.tensor > 1) {
-    model_ranks.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree,
+    const Members ranks = Groups(executor->mesh(), group->rank()).tensor();
+    model_ranks.tensor.emplace(peers(ranks, "act"), blueprint.ruled, blueprint.split.tree,
                                params_of(executor->units()));
   }
   if (const Members ranks = sequence_ranks(config, group->rank()); ranks.size() > 1)
-    model_ranks.sequence = std::make_shared<parallel::Peers>(group, ranks, "sequence");
+    model_ranks.sequence = peers(ranks, "sequence");
   if (config.mesh.pipeline > 1) {
     model_ranks.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
-                               blueprint.stages, config.parallel);
+                               blueprint.stages, config.parallel, tiers.computes);
   }
   moves_params = executor->table().moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);

@@ -256,8 +256,9 @@ std::vector<UnitWork> work_of(const ModelDesc& model, double tokens) {
 Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelDesc& model,
                 const Mesh& mesh, const Machine& machine, const std::vector<UnitWork>& work) {
   const auto num_ranks = static_cast<int>(plans.size());
+  const ModelDesc held = with_holders(model, num_ranks);
   std::vector<ModelDesc> parts;
-  for (int rank = 0; rank < num_ranks; ++rank) parts.push_back(part(model, num_ranks, rank));
+  for (int rank = 0; rank < num_ranks; ++rank) parts.push_back(part(held, num_ranks, rank));
   std::vector<RankReplay> ranks;
   for (int rank = 0; rank < num_ranks; ++rank) {
     ranks.emplace_back(plans[rank], table, parts[rank], mesh, machine, work);

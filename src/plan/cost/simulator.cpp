@@ -416,23 +416,17 @@ class Simulation : StateBytes {
     }
   }
 
-  // Counts a sum of gradients. A sum over tensor ranks covers the partial flats of a unit; a sum
-  // over the stages that share a unit covers all its flats.
+  // Counts a sum of the unit's gradients over one axis.
   void sum_grad(Axis axis, int unit) {
-    const bool partial_only = axis == Axis::kTensor;
     const Placement& place = grads_[unit].current();
-    int64_t sum = 0;
+    const char* const link = axis == Axis::kPipeline ? "pipeline" : "local";
     for (const FlatDesc& flat : model_.units[unit].flats) {
-      if (!flat.trainable || (partial_only && flat.tensor != TensorCut::kPartial)) continue;
+      if (!flat.trainable || !flat.placement.is_partial(axis)) continue;
       const int64_t owned = flat.numel / num_shards(place, mesh_);
-      sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
+      const int64_t bytes = owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
+      const int64_t size = flat.placement.num_holders(axis, mesh_);
+      ledger_.sent[phase_][link] += 2 * (size - 1) * bytes / size;
     }
-    std::set<int> stages;
-    for (const Visit& visit : model_.forward) {
-      if (visit.unit == unit) stages.insert(visit.stage % mesh_.size(Axis::kPipeline));
-    }
-    const auto size = static_cast<int64_t>(partial_only ? mesh_.size(axis) : stages.size());
-    ledger_.sent[phase_][partial_only ? "local" : "pipeline"] += 2 * (size - 1) * sum / size;
   }
 
   void send_collective(const Move& move, int64_t here, const std::string& phase) {
