@@ -55,6 +55,12 @@ void add_up(const Channels::Addends& over, device::Address addends, Dtype dtype,
   over.channel.all_reduce(label, ranks, {buffer});
 }
 
+void arrive_on_host(Rank& rank, const Gradients& gradients) {
+  if (!rank.on_accelerator()) return;
+  gradients.last_move().wait_on_host();
+  rank.tiers.computes.synchronize();  // gradients that no lane has moved
+}
+
 // Returns the copy that backwards add to. If it does not exist, makes it with memory.
 Copy& Gradients::sum_of(Flat& flat) {
   const Placement& made = rank_.table.grad_after_backward();
@@ -248,6 +254,7 @@ void Gradients::reopen() {
 // Adds up a flat's gradient over the ranks that hold the flat along the axis.
 void Gradients::add_up(Flat& flat, Buffer& sum, Axis axis, const comm::Label& label) {
   flat.uncount();
+  if (sum.data().device == nullptr) arrive_on_host(rank_, *this);
   const auto turn = sum.data().device != nullptr ? lanes_.take_turn() : nullptr;
   if (turn != nullptr) turn->wait();
   exec::add_up(rank_.channels.addends(flat, axis), sum.data(), sum.dtype, sum.numel, label);

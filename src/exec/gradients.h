@@ -108,4 +108,7 @@ class Gradients {
   device::Fence done_;
 };
 
+// Blocks until gradients that are on their way to host memory have arrived there.
+void arrive_on_host(Rank& rank, const Gradients& gradients);
+
 }  // namespace penstock::exec

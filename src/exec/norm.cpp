@@ -68,10 +68,7 @@ bool Norm::stay_on_device() const {
 // Reads all device scalars of the step in one read: squares, sums, edits, loss.
 // In a step without offload, the host waits for the device only here.
 Norm::Own Norm::look(const Update& update) {
-  if (rank_.on_accelerator() && !stay_on_device()) {
-    gradients_.last_move().wait_on_host();
-    rank_.tiers.computes.synchronize();  // gradients that no lane has moved
-  }
+  if (!stay_on_device()) arrive_on_host(rank_, gradients_);
   Own own{0.0, update.bad, false, {}, update.counted.told, {}};
   std::vector<at::Tensor> there;
   std::vector<Flat*> squared;  // flats with a scalar in `there`

@@ -49,6 +49,7 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
 // layer is zero if the next layer is initialized to zero.
 void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slot*>* compared) {
   const Groups& groups = rank.groups;
+  if (rank.cell(Role::kGrad, Phase::kUpdate).tier != Tier::kDevice) arrive_on_host(rank, gradients);
   std::vector<const Slot*> slots;
   std::vector<double> squares;
   std::vector<at::Tensor> there;      // sums of squares that are on the device

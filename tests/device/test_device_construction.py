@@ -339,26 +339,11 @@ def two_devices(penstock, place, folder):
     penstock.initialize(nn.Sequential(one, other), SETTINGS)
 
 
-def sequence_ranks(penstock, place, folder):
-    with penstock.init(timeout_s=30.0, device=place):
-        model = nn.Linear(4, 4)
-    penstock.initialize(model, SETTINGS | {"mesh": {"sequence": 2}})
-
-
-def stages(penstock, place, folder):
-    with penstock.init(timeout_s=30.0, device=place):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    batch = {"accumulate": 2}
-    penstock.initialize(model, SETTINGS | {"mesh": {"pipeline": 2}, "batch": batch})
-
-
 REFUSED = {
     parameter_elsewhere: "made on .*:., but this penstock.init.. is for a model that trains on",
     no_such_device: "this machine has",
     no_such_index: "this process has . of them",
     two_devices: r'"0.weight" was built for .* and "1.weight" for cpu',
-    sequence_ranks: r'the model trains on .*initialize\(device="cpu"\)',
-    stages: r'the model trains on .*initialize\(device="cpu"\)',
 }
 
 

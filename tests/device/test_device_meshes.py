@@ -1,4 +1,4 @@
-"""Tensor, sequence and pipeline ranks on an accelerator: 20 steps are those of plain torch in one
+"""Tensor, sequence and pipeline ranks on an accelerator: their steps are those of plain torch in one
 process on the CPU, and replicas are equal to the last bit.
 
 `pytest tests/device/test_device_meshes.py --full` runs every third case of tests/parity/meshes.py;
@@ -13,23 +13,26 @@ import pytest
 import test_meshes
 
 pytestmark = pytest.mark.timeout(240)
-STRIDE, SAMPLED = 3, 39  # neither has a factor in common with the numbers of kinds
+# By full: the first case and the stride. The sample has every kind.
+STEPS = 6
+CHOSEN = {True: (1, 3), False: (5, 57)}
 
 
-def chosen(stride: int) -> list[meshes.Case]:
-    cases = [one for one in meshes.all_cases()[1::stride] if one.world <= on_device.count()]
+def chosen(full: bool) -> list[meshes.Case]:
+    first, stride = CHOSEN[full]
+    cases = [one for one in meshes.all_cases()[first::stride] if one.world <= on_device.count()]
     return sorted(cases, key=lambda one: one.world)  # pools of one size after the other
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        cases = chosen(STRIDE if metafunc.config.getoption("full") else SAMPLED)
+        cases = chosen(metafunc.config.getoption("full"))
         metafunc.parametrize("case", cases, ids=[one.name for one in cases])
 
 
 def run(case, path, seed):
     on_device.schedule(seed)
-    return meshes.run(case, path, on_device.device())
+    return meshes.run(case, path, on_device.device(), STEPS)
 
 
 def test_trains(case, device_pools, tmp_path, largest):
@@ -41,8 +44,8 @@ def test_trains(case, device_pools, tmp_path, largest):
 def test_enough_cases_and_the_sample_has_all():
     if on_device.NAME != "sim":
         return
-    assert len(chosen(STRIDE)) >= 300
-    sample = chosen(SAMPLED)
+    assert len(chosen(True)) >= 300
+    sample = chosen(False)
     for of, wanted in (
         (lambda one: dict(one.mesh), meshes.MESHES),
         (lambda one: one.strategy, list(meshes.STRATEGIES)),

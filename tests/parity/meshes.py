@@ -220,14 +220,14 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def plain(case: Case) -> dict[str, Any]:
+def plain(case: Case, steps: int = STEPS) -> dict[str, Any]:
     """By one process."""
     model = MODELS[case.model][0]()
     params = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(params, **ADAMW)
     count = case.micro * case.size("data")
     told: dict[str, Any] = {"losses": [], "first": {}}
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         sums = 0.0
         for data in range(case.size("data")):
@@ -261,7 +261,7 @@ def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-9))
 
 
-def run(case: Case, path: str, device: str = "cpu") -> dict[str, Any]:
+def run(case: Case, path: str, device: str = "cpu", steps: int = STEPS) -> dict[str, Any]:
     """On a rank: how far the engine on `device` is from plain torch on the CPU, which rank 0 trains
     for all."""
     import penstock  # noqa: PLC0415
@@ -269,7 +269,7 @@ def run(case: Case, path: str, device: str = "cpu") -> dict[str, Any]:
     model = training.moved(MODELS[case.model][0](), device)
     engine = penstock.initialize(model, case.config(path))
     losses, first = [], {}
-    for step in range(STEPS):
+    for step in range(steps):
         parts = parts_of(case, step, engine.data_rank)
         there = ({name: one.to(device) for name, one in part.items()} for part in parts)
         losses.append(float(engine.train_batch(there)))
@@ -281,7 +281,7 @@ def run(case: Case, path: str, device: str = "cpu") -> dict[str, Any]:
     told: dict[str, Any] = {"hash": hash_of(model), "losses": losses}
     if dist.get_rank() > 0:
         return told
-    theirs = plain(case)
+    theirs = plain(case, steps)
     weights = {name: one.detach().cpu() for name, one in model.named_parameters()}
     told["apart"] = {
         "losses": max(abs(a - b) for a, b in zip(losses, theirs["losses"], strict=True)),
