@@ -10,7 +10,9 @@ from __future__ import annotations
 import meshes
 import on_device
 import pytest
+import sim
 import test_meshes
+import torch.distributed as dist
 
 pytestmark = pytest.mark.timeout(240)
 # By full: the first case and the stride. The sample has every kind.
@@ -53,3 +55,50 @@ def test_enough_cases_and_the_sample_has_all():
         (lambda one: one.steps, list(meshes.STEPS_OF)),
     ):
         assert all(any(of(one) == value for one in sample) for value in wanted)
+
+
+# ---- what only some schedules of a device show
+
+
+def run_late(case, path, seed, delay_us, issue_us):
+    """With slow kernels, and issues of collectives that each rank delays in its own way."""
+    on_device.schedule(seed)
+    sim.set_seed(7 * seed + dist.get_rank())
+    sim.set_delays_us(0, delay_us)
+    sim.set_issue_delay_us(issue_us * dist.get_rank())
+    try:
+        return meshes.run(case, path, on_device.device(), 3)
+    finally:
+        sim.set_delays_us(0, 50)
+        sim.set_issue_delay_us(0)
+
+
+def late(axis, strategy, model, steps, pools, path, largest, delay_us=400, issue_us=0):
+    if on_device.NAME != "sim":
+        pytest.skip("needs a device that is late on purpose")
+    case = meshes.Case(((axis, 2),), strategy, model, steps)
+    for seed in range(2):
+        told = pools(2).run(run_late, case, str(path), seed, delay_us, issue_us, timeout=200)
+        test_meshes.check(told, largest)
+
+
+@pytest.mark.parametrize("strategy", ["zero1 host", "zero2 disk"])
+@pytest.mark.parametrize(("axis", "model"), [("tensor", "llama"), ("pipeline", "llama tied")])
+def test_gradients_on_the_host_arrive_before_model_ranks_use_them(
+    axis, model, strategy, device_pools, tmp_path, largest
+):
+    if axis == "pipeline" and strategy == "zero2 disk":
+        strategy = "zero2"  # gradients of tied weights cannot be on disk
+    late(axis, strategy, model, "one", device_pools, tmp_path, largest)
+
+
+@pytest.mark.parametrize("steps", ["eight", "three"])
+def test_memory_of_messages_is_kept_while_it_is_used(steps, device_pools, tmp_path, largest):
+    late("pipeline", "zero1", "mlp", steps, device_pools, tmp_path, largest)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero3 host"])
+def test_model_ranks_take_turns_with_the_lanes(strategy, device_pools, tmp_path, largest):
+    """Sequence ranks are data ranks, so the simulated device compares the order of launches on the
+    communicators of both."""
+    late("sequence", strategy, "llama", "two", device_pools, tmp_path, largest, 100, 2000)

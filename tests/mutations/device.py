@@ -22,8 +22,16 @@ ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/
 WALK, PARAMS, FLAT = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/flat.cpp"
 GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
 STORE_GROUP = "src/comm/store_group.cpp"
+PEERS, MESSAGES = "src/parallel/peer_exchange.cpp", "src/parallel/tensor_messages.cpp"
+STAGE_LANES = "src/engine/mesh/stage_lanes.cpp"
 ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
 DEVICE_STEP = "src/optim/device_step.cpp"
+
+
+
+def mesh(case: str) -> Pytest:
+    return Pytest(("tests/device/test_device_meshes.py", "-k", case), ("_sim",))
+
 
 BUDGETS = Pytest((PROFILE, "-k", "zero3_groups"), ("_sim",))
 
@@ -101,9 +109,7 @@ BESIDE_A_DEVICE = [
     Mutation(
         "the norm does not wait for gradients that come to the host",
         NORM,
-        """    gradients_.last_move().wait_on_host();
-    rank_.tiers.computes.synchronize();  // gradients that no lane has moved
-""",
+        "  if (!stay_on_device()) arrive_on_host(rank_, gradients_);\n",
         "",
         TABLES,
     ),
@@ -361,5 +367,43 @@ BESIDE_A_DEVICE = [
         "buffer.detach().clone())",
         "buffer.detach().cpu().to(buffer.device))",
         Pytest((PROFILE, "-k", "recomputed_buffers"), ("_sim",)),
+    ),
+    Mutation(
+        "model ranks sum gradients that are on their way to the host",
+        GRADIENTS,
+        "  if (sum.data().device == nullptr) arrive_on_host(rank_, *this);\n",
+        "",
+        mesh("gradients_on_the_host"),
+    ),
+    Mutation(
+        "model ranks compare gradients that are on their way to the host",
+        "src/exec/updates.cpp",
+        "  if (rank.cell(Role::kGrad, Phase::kUpdate).tier != Tier::kDevice) "
+        "arrive_on_host(rank, gradients);\n",
+        "",
+        mesh("gradients_on_the_host"),
+    ),
+    Mutation(
+        "memory of a message is used again while it is sent",
+        MESSAGES,
+        "  if (!values.is_cpu()) computes_.used_on(values.storage().data_ptr(), "
+        "computes_.current());\n",
+        "",
+        mesh("memory_of_messages"),
+    ),
+    Mutation(
+        "memory of a message is used again while a stage computes with it",
+        STAGE_LANES,
+        "    computes_.used_on(tensor.storage().data_ptr(), computes_.current());"
+        "  // the lane allocated it\n",
+        "",
+        mesh("memory_of_messages"),
+    ),
+    Mutation(
+        "exchanges of model ranks take no turn among those of the lanes",
+        PEERS,
+        "    if (turn != nullptr) turn->wait();\n",
+        "",
+        mesh("take_turns"),
     ),
 ]

@@ -31,15 +31,15 @@ OVER_STAGES = [
     Mutation(
         "gradients of tied weights are not added up",
         "src/plan/planner.cpp",
-        "          sum_stages(unit);\n",
-        "",
+        "          for (const Axis axis : kModelAxes) sum_addends(unit, axis);\n",
+        "          sum_addends(unit, Axis::kTensor);\n",
         TRAINS,
     ),
     Mutation(
         "the norm counts tied weights once a stage",
-        GRADIENTS,
-        "  if (!rank_.is_first_owner(flat)) return 0.0;  // tied weights: one stage counts\n",
-        "",
+        "src/place/model_placement.cpp",
+        "    return is_sharded(axis) || mesh",
+        "    return axis == Axis::kPipeline || is_sharded(axis) || mesh",
         TRAINS,
     ),
     Mutation(
@@ -52,8 +52,8 @@ OVER_STAGES = [
     Mutation(
         "what another stage's parameters are written to stays there",
         WHOLES,
-        "    if (!stages && one.flat->tensor != TensorCut::kCut) continue;\n",
-        "    if (one.flat->tensor != TensorCut::kCut) continue;\n",
+        "    if (!stages && !one.flat->placement.is_sharded()) continue;\n",
+        "    if (!one.flat->placement.is_sharded()) continue;\n",
         life("looks_at_weights"),
     ),
     Mutation(

@@ -9,6 +9,7 @@ GRADIENTS, VALUES, WHOLES = (
     "src/exec/gathered_values.cpp",
     "src/engine/mesh/whole_params.cpp",
 )
+PLACEMENT = "src/place/model_placement.cpp"
 OPERATORS, RULES = "src/parallel/tensor_operators.cpp", "src/parallel/tensor_rules.cpp"
 
 
@@ -37,42 +38,42 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "addends of a gradient are not added up over tensor ranks",
         GRADIENTS,
-        "      add_up(flat, copy->one(), across, planned.label);\n",
+        "      add_up(flat, copy->one(), axis, planned.label);\n",
         "",
         MESH,
     ),
     Mutation(
         "the norm is that of gradients before they were added up",
         GRADIENTS,
-        "  flat.uncount();\n  comm::Channel& channel",
-        "  comm::Channel& channel",
+        "  flat.uncount();\n  if (sum.data().device == nullptr)",
+        "  if (sum.data().device == nullptr)",
         WITH_REPLICAS,
     ),
     Mutation(
         "the norm counts what tensor ranks have alike once a rank",
-        GRADIENTS,
-        "  if (flat.tensor != TensorCut::kCut && rank_.groups.tensor().index > 0) return 0.0;\n",
-        "",
+        PLACEMENT,
+        "    return is_sharded(axis) || mesh",
+        "    return axis == Axis::kTensor || is_sharded(axis) || mesh",
         MESH,
     ),
     Mutation(
         "gradients that are read lack the other ranks' addends",
         VALUES,
-        "  if (partial && !rank_.grads_on_disk) {\n",
-        "  if (partial && !partial) {\n",
+        "    if (!sum.defined() || !flat.placement.is_partial(axis)) continue;\n",
+        "    if (axis != Axis::kPipeline || !flat.placement.is_partial(axis)) continue;\n",
         WITH_REPLICAS,
     ),
     Mutation(
         "gradients that were set are added up once more",
         GRADIENTS,
-        "flat.tensor == TensorCut::kPartial && (made || !rank_.grads_on_disk);",
-        "flat.tensor == TensorCut::kPartial && made && !made;",
+        "  const bool open = made || !rank_.grads_on_disk;\n",
+        "  const bool open = made && !made;\n",
         life("changes_gradients"),
     ),
     Mutation(
         "a late addend is not added up",
         GRADIENTS,
-        "        add_up(flat, source->one(), false, planned.label);\n",
+        "          add_up(flat, source->one(), axis, planned.label);\n",
         "",
         life("twice"),
     ),
@@ -174,9 +175,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "tensor ranks share the work of writing what only one of them has",
         "src/ckpt/inventory.cpp",
-        "    if (apart && mesh.coordinate(other, Axis::kTensor) != "
-        "mesh.coordinate(rank, Axis::kTensor))\n",
-        "    if (apart && other < 0)\n",
+        "    if (!placement.is_alike(mesh, rank, other)) continue;\n",
+        "",
         CHECKPOINTS,
     ),
     Mutation(
