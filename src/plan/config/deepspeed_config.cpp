@@ -447,6 +447,11 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
       key.fate = kNoEffect;
       key.note = "parameters are not sharded below stage 3";
     }
+    if (key.key == "data_types.buffer_dtype" && !leaves.flag("bf16.enabled", false) &&
+        !leaves.flag("fp16.enabled", false)) {
+      key.fate = kNoEffect;
+      key.note = "buffers keep their dtypes without bf16 and fp16";
+    }
     const bool of_tensor = key.key.starts_with("tensor_parallel.") && key.fate == kTaken;
     if (of_tensor && key.key != "tensor_parallel.autotp_size" && tensor_of(leaves, world) == 1) {
       key.fate = kNoEffect;

@@ -178,6 +178,7 @@ TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
       {R"({"data_types": {"param_dtype": "half"}, "bf16": {"enabled": true}})",
        R"(allowed: "bf16")"},
       {R"({"data_types": {"grad_accum_dtype": "fp8"}})", "torch.bfloat16"},
+      {R"({"data_types": {"buffer_dtype": "int8"}})", "torch.bfloat16"},
       {R"({"sequence_parallel_size": 3})", "a divisor of the number of data ranks, 2"},
       {R"({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}})", "data ranks, 1"},
       {R"({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3,

@@ -185,6 +185,7 @@ constexpr ValueRow kRows[] = {
     {"data_types", kSection},
     choice("data_types.grad_accum_dtype", kExact, kDtypes, true),
     choice("data_types.param_dtype", kExact, kDtypes, true),
+    choice("data_types.buffer_dtype", kExact, kDtypes, true),
     {"data_efficiency", kSection},
     {"pipeline", kSection},
     {"checkpoint", kSection},

@@ -44,6 +44,7 @@ from .engine_setup import (
     check_arguments,
     check_device,
     device_of,
+    dtypes_of_buffers,
     optimizer_of,
     say_setup,
     warn_of,
@@ -241,6 +242,7 @@ class DeepSpeedEngine(
                     '"penstock.parallel.rules" both define how layers are cut: keep one'
                 )
             native["parallel"] = {**native.get("parallel", {}), "rules": rules}
+        native |= dtypes_of_buffers(self._config, self._model)
         close_earlier(self._model)
         if tensor_ranks_of(self.mpu) > 1:  # the model's modules have cut their own parameters
             native = self._with_parts_joined(native)
