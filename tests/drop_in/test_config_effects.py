@@ -167,3 +167,52 @@ def test_buffer_dtype(config, dtypes, stage, drop_in_pools):
     config = config | {"zero_optimization": {"stage": stage}}
     for told in drop_in_pools(2).run(dtypes_after, config, stage == 3):
         assert told == dtypes
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.other = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return getattr(self, head)(self.body(x)).square().mean()
+
+
+def trained_by(heads: list[str], stage: int, ignore: bool | None) -> list[str]:
+    """Trains windows of two micro-batches, with the named heads; returns what their steps raised.
+
+    "rank": rank 0 uses head "one" and rank 1 head "other".
+    """
+    ds = pipes.deepspeed()
+    section = {} if ignore is None else {"ignore_unused_parameters": ignore}
+    config = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage, **section}}
+    engine = ds.initialize(model=TwoHeads(), config=CONFIG | config)[0]
+    told = []
+    for head in heads:
+        own = ("one", "other")[torch.distributed.get_rank()] if head == "rank" else head
+        try:
+            engine.backward(engine(torch.ones(2, 4), own))
+            engine.step()
+            told.append("")
+        except AssertionError as error:
+            told.append(error.args[0])
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_unused_parameters(stage, drop_in_pools):
+    """With the key set to false, a step fails if a parameter got no gradient in its window."""
+    heads = ["one", "one", "one", "other", "rank", "rank", "other", "other"]
+    for told in drop_in_pools(2).run(trained_by, heads, stage, False):
+        assert [bool(one) for one in told] == [False, True, *[False] * 5, True]
+        assert "other.weight, other.bias" in told[1] and "one.weight, one.bias" in told[-1]
+        assert '"zero_optimization.ignore_unused_parameters" is false' in told[1]
+        assert "in step 1 " in told[1] and "in step 3 " in told[-1]
+
+
+@pytest.mark.parametrize(("stage", "ignore"), [(2, True), (2, None), (0, False), (3, False)])
+def test_unused_parameters_are_ignored(stage, ignore, drop_in_pools):
+    told = drop_in_pools(2).run(trained_by, ["one", "one"], stage, ignore)
+    assert told == [["", ""]] * 2

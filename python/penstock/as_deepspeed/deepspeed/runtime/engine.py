@@ -55,6 +55,7 @@ from .layer_specs import rules_of
 from .pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from .sequence_parallel.parallel_state_sp import SequenceGrid
 from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3, mark_model
+from .zero.unused_parameters import refuse_unused
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 _NOTHING = contextlib.nullcontext()
@@ -397,10 +398,13 @@ class DeepSpeedEngine(
             )
 
     def update(self) -> None:
-        """Updates only the weights. Raises ConfigError if the engine has no optimizer."""
+        """Updates only the weights. Raises ConfigError if the engine has no optimizer, and for
+        parameters without a gradient if "ignore_unused_parameters" is false."""
         self._need_optimizer("step")
         if self._config.zero_optimization_stage == 0 and self._reduction == "sum":
             self._take_gradients()
+        if self._reduction == "sum":
+            refuse_unused(self)
         self._applied = self.native.step(force=True)
         self.last_step_overflowed = not self._applied
 

@@ -32,6 +32,7 @@ _TAKEN_HERE = (
     "memory_breakdown", "dump_state", "log_level", "flops_profiler.", "comms_logger.",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
     "checkpoint.tag_validation", "checkpoint.load_universal",
+    "zero_optimization.ignore_unused_parameters",
 )  # fmt: skip
 _HALF = ("fp16", "float16", "half", "torch.float16")
 # The optimizers that DeepSpeed has tested with ZeRO.
