@@ -47,6 +47,7 @@ void bind_values(py::module_& module) {
       .def("units_of", &Values::units_of)
       .def("gather", &Values::gather, NoGil())
       .def("release", &Values::release, NoGil())
+      .def("keep_views", &keep_views)
       .def("refine_masters", &refine_masters, NoGil())
       .def("let_go", &Values::let_go, NoGil())
       .def("set_to_itself", &Values::set_to_itself)

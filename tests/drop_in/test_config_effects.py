@@ -109,3 +109,110 @@ def test_tags(drop_in_pools, tmp_path):
                 assert "failof0, failof1. Pass the same tag on every rank" in told[mode][2]
             else:
                 assert told[mode][2] == [f"{mode}of0"]
+
+
+class Table(torch.nn.Module):
+    """A layer, a table in fp32 and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("frequencies", torch.full((4,), 1 / 3))
+        self.register_buffer("counts", torch.ones(4, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x)) * self.frequencies
+
+
+def dtypes_after(config: dict[str, Any], built_in_init: bool) -> list[str]:
+    """Returns the dtypes of frequencies, statistics and counts after a step."""
+    ds = pipes.deepspeed()
+    dtype = torch.bfloat16 if "bf16" in config else torch.float32
+    with ds.zero.Init(config_dict_or_path=CONFIG | config, enabled=built_in_init):
+        model = Table()
+    engine = ds.initialize(model=model, config=CONFIG | config)[0]
+    engine.backward(engine(torch.randn(2, 4, dtype=dtype)).float().square().mean())
+    engine.step()
+    found = [model.frequencies, model.norm.running_mean, model.norm.running_var, model.counts]
+    told = [str(one.dtype).removeprefix("torch.") for one in found]
+    engine.destroy()
+    return told
+
+
+BF16 = {"bf16": {"enabled": True}}
+LOW, FULL, LONG = "bfloat16", "float32", "int64"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("config", "dtypes"),
+    [
+        ({**BF16}, [FULL, LOW, LOW, LONG]),
+        ({**BF16, "data_types": {"buffer_dtype": None}}, [FULL, LOW, LOW, LONG]),
+        ({**BF16, "data_types": {"buffer_dtype": "bf16"}}, [LOW, LOW, LOW, LONG]),
+        ({**BF16, "data_types": {"buffer_dtype": "torch.bfloat16"}}, [LOW, LOW, LOW, LONG]),
+        ({"data_types": {"buffer_dtype": "bf16"}}, [FULL, FULL, FULL, LONG]),  # has no effect
+        (
+            {
+                **BF16,
+                "data_types": {"buffer_dtype": "bf16"},
+                "penstock": {"dtypes": {"freq*": "fp32"}},
+            },
+            [FULL, LOW, LOW, LONG],
+        ),
+    ],
+)
+def test_buffer_dtype(config, dtypes, stage, drop_in_pools):
+    """As in DeepSpeed, the key casts all floating buffers, if fp16 or bf16 is enabled."""
+    config = config | {"zero_optimization": {"stage": stage}}
+    for told in drop_in_pools(2).run(dtypes_after, config, stage == 3):
+        assert told == dtypes
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.other = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return getattr(self, head)(self.body(x)).square().mean()
+
+
+def trained_by(heads: list[str], stage: int, ignore: bool | None) -> list[str]:
+    """Trains windows of two micro-batches, with the named heads; returns what their steps raised.
+
+    "rank": rank 0 uses head "one" and rank 1 head "other".
+    """
+    ds = pipes.deepspeed()
+    section = {} if ignore is None else {"ignore_unused_parameters": ignore}
+    config = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage, **section}}
+    engine = ds.initialize(model=TwoHeads(), config=CONFIG | config)[0]
+    told = []
+    for head in heads:
+        own = ("one", "other")[torch.distributed.get_rank()] if head == "rank" else head
+        try:
+            engine.backward(engine(torch.ones(2, 4), own))
+            engine.step()
+            told.append("")
+        except AssertionError as error:
+            told.append(error.args[0])
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_unused_parameters(stage, drop_in_pools):
+    """With the key set to false, a step fails if a parameter got no gradient in its window."""
+    heads = ["one", "one", "one", "other", "rank", "rank", "other", "other"]
+    for told in drop_in_pools(2).run(trained_by, heads, stage, False):
+        assert [bool(one) for one in told] == [False, True, *[False] * 5, True]
+        assert "other.weight, other.bias" in told[1] and "one.weight, one.bias" in told[-1]
+        assert '"zero_optimization.ignore_unused_parameters" is false' in told[1]
+        assert "in step 1 " in told[1] and "in step 3 " in told[-1]
+
+
+@pytest.mark.parametrize(("stage", "ignore"), [(2, True), (2, None), (0, False), (3, False)])
+def test_unused_parameters_are_ignored(stage, ignore, drop_in_pools):
+    told = drop_in_pools(2).run(trained_by, ["one", "one"], stage, ignore)
+    assert told == [["", ""]] * 2

@@ -15,6 +15,7 @@ from config_outcomes import BATCH, DIFFERENCES, Difference, difference
 
 HERE = pathlib.Path(__file__).parent
 RECORDED = json.loads((HERE / "config_outcomes.json").read_text())
+SUM = BATCH | {"gradient_allreduce_op": "sum"}
 # A config, and a part of the error (None: it is accepted).
 GIVEN = [
     # "auto" that no framework replaced, where DeepSpeed computes with the value
@@ -50,6 +51,14 @@ GIVEN = [
     (BATCH | {"zero_optimization": "auto"}, "a section {key: value}"),
     (BATCH | {"scheduler": 0.5}, "a section {key: value}"),
     (BATCH | {"optimizer": {"type": 3}}, '"optimizer.type" is 3; allowed: text'),
+    # words of DeepSpeed's errors that scripts match
+    (BATCH | {"gradient_allreduce_op": "max"}, "Invalid gradient_allreduce_op"),
+    (SUM | {"zero_optimization": {"stage": 2, "zenflow": {}}}, "not supported with ZenFlow"),
+    (
+        SUM | {"zero_optimization": {"stage": 1}, "compile": {"deepcompile": True}},
+        "not supported with DeepCompile",
+    ),
+    (SUM | {"zero_optimization": {"stage": 3}}, "not supported with ZeRO stage 3"),
 ]
 
 

@@ -24,6 +24,8 @@ REFUSED = {
     "window": ("fp16", {"enabled": True, "loss_scale_window": 0}, "loss_scale_window"),
     "window flag": ("fp16", {"loss_scale_window": True}, "loss_scale_window"),
     "scale": ("fp16", {"loss_scale": -1}, "a number of at least 0"),
+    "list": ("fp16", {"loss_scale": []}, "must be a number"),
+    "section": ("fp16", {"loss_scale": {}}, "must be a number"),
     "infinite": ("fp16", {"loss_scale": float("inf")}, "loss_scale"),
     "unknown": ("fp16", {"los_scale": 1}, "did you mean"),
     "stage": ("zero", {"stage": 4}, "from 0 to 3"),

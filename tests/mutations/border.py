@@ -55,6 +55,27 @@ AT_THE_BORDER = [
         Pytest((RANKS, "-k", "reads_attributes and zero2")),
     ),
     Mutation(
+        "a count in a shard of one element is saved as a value per element",
+        "python/penstock/front/optimizer.py",
+        "(master.numel() != 1 or key in known)",
+        "master.numel() != 1",
+        Pytest(("tests/python/test_checkpoint_edges.py", "-k", "one_element and zero1-1")),
+    ),
+    Mutation(
+        "a view that is taken in GatheredParameters loses its values",
+        "python/penstock/as_deepspeed/deepspeed/runtime/zero/partition_parameters.py",
+        "            _keep_views(engine, own)\n",
+        "",
+        Pytest(("tests/drop_in/test_gathered_views.py", "-k", "written_values")),
+    ),
+    Mutation(
+        "a parameter that one rank uses counts as unused",
+        "python/penstock/as_deepspeed/deepspeed/runtime/zero/unused_parameters.py",
+        "    used = _on_any_rank([one.grad is not None for _, one in params])\n",
+        "    used = [one.grad is not None for _, one in params]\n",
+        Pytest(("tests/drop_in/test_config_effects.py", "-k", "test_unused_parameters")),
+    ),
+    Mutation(
         "a method of an optimizer that reads gradients runs without them",
         "python/penstock/front/optimizer_methods.py",
         "            param.grad = gradient\n",

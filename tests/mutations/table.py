@@ -418,8 +418,8 @@ MUTATIONS = [
     Mutation(
         "who shares a parameter's old memory sees its new values",
         BORDER,
-        "if (slot->window.use_count() > (own ? 2 : 1)) {",
-        "if (false && own) {",
+        "  if (shares_storage(param.tensor, *slot)) {",
+        "  if (false) {",
         OTHER_MEMORY,
     ),
     Mutation(

@@ -140,6 +140,68 @@ def test_optimizers_of_ones_own(pools, tmp_path):
     pools(2).run(of_their_own, str(tmp_path))
 
 
+class Aged(torch.optim.Optimizer):
+    """Counts its steps in a tensor of shape (1,), which is also the shape of a shard."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state |= {"age": torch.zeros(1), "sum": torch.zeros_like(param)}
+                state["age"] += 1
+                state["sum"] += param.grad
+                param -= group["lr"] / state["age"] * state["sum"]
+
+
+class Odd(nn.Module):
+    """With two ranks, one has a single element of `values`."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = nn.Parameter(torch.linspace(0, 1, 129))
+        self.one = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return (self.values * x - self.one).square().sum()
+
+
+def aged(strategy, folder, steps, resumes):
+    """Takes steps, after a load and a save if `resumes`, then saves. Returns the weights."""
+    config = {"strategy": strategy, "comm": {"timeout_s": 20}}
+    engine = initialize(Odd(), config, optimizer=lambda params: Aged(params))
+    if resumes:
+        engine.load(folder)
+        engine.save(folder, "again")
+        engine.load(folder, "again")
+    for _ in range(steps):
+        engine.backward(engine(torch.full((129,), 0.5)))
+        engine.step()
+    if not resumes:
+        engine.save(folder)
+    ages = [state["age"].shape for state in engine.optimizer.state.values()]
+    weights = [value.tolist() for value in engine.state_dict(rank0_only=False).values()]
+    engine.close()
+    return weights, ages
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_a_state_of_one_element_is_saved(strategy, world, pools, tmp_path):
+    wanted = pools(2).run(aged, strategy, str(tmp_path / "a"), 4, False)[0][0]
+    pools(2).run(aged, strategy, str(tmp_path / "b"), 2, False)
+    for weights, ages in pools(world).run(aged, strategy, str(tmp_path / "b"), 2, True):
+        assert ages and all(shape == (1,) for shape in ages)
+        for ours, theirs in zip(weights, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
 def with_milestones(folder):
     def scheduler(optimizer):
         lr = torch.optim.lr_scheduler

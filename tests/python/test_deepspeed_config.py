@@ -138,6 +138,7 @@ def test_errors_name_the_key():
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ({"strategy": "zero3"}, "one dialect"),
         ({"managed_gradient_accumulation": False}, r"Call engine.step\(force=True\) instead"),
+        ({"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}, '"dtypes" in the'),
     ]:
         with pytest.raises(penstock.ConfigError, match=says):
             initialize(torch.nn.Linear(4, 4), SMALL | change)

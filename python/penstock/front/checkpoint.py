@@ -371,7 +371,8 @@ class _Taken:
                     shape = list(param.shape)
                     self.tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
             for key, value in scalars.get(name, {}).items():
-                state[key] = decode_scalar(value)
+                state[key] = decode_scalar(value, master.device)
+                external.single_keys.add(key)
             if state:
                 self._own[master] = state
 
@@ -582,7 +583,7 @@ def _own_state(
     for name, begin, param, master in external.pieces():
         for key, value in optimizer.state.get(master, {}).items():
             what = f'state {key!r} of parameter "{name}"'
-            if not isinstance(value, torch.Tensor) or (value.dim() == 0 and master.dim() > 0):
+            if external.is_single(key, value, master):
                 scalars[name][key] = encode_scalar(value, what)
             elif value.shape == master.shape:
                 if value.numel() > 0:

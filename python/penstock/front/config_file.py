@@ -51,6 +51,12 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
                 '"tensor_parallel.partition_config". Use "parallel.rules" in the section '
                 '"penstock" instead'
             )
+        if "data_types.buffer_dtype" in asked:
+            raise ConfigError(
+                '[front::initialize] only deepspeed.initialize() reads "data_types.buffer_dtype". '
+                'Use a rule with the names of the buffers in "dtypes" in the section "penstock" '
+                "instead"
+            )
         values = json.loads(translated.values)
         if values.get("gradient_allreduce_op") == "sum":
             raise ConfigError(

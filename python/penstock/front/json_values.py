@@ -53,17 +53,20 @@ def encode(value: Any, what: str) -> Any:
 
 
 def encode_scalar(value: Any, what: str) -> Any:
-    """Encodes a number, a string, or a tensor of one element with its dtype."""
+    """Encodes a number, a string, or a tensor of one element with its dtype and shape."""
     if not isinstance(value, torch.Tensor):
         return encode(value, what)
-    return {"$tensor": encode(value.item(), what), "dtype": str(value.dtype).removeprefix("torch.")}
+    made = {"$tensor": encode(value.item(), what), "dtype": str(value.dtype).removeprefix("torch.")}
+    return made | ({"shape": list(value.shape)} if value.dim() > 0 else {})
 
 
-def decode_scalar(value: Any) -> Any:
-    """Restores the value that `encode_scalar` encoded."""
-    if isinstance(value, dict) and "$tensor" in value:
-        return torch.tensor(decode(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
-    return decode(value)
+def decode_scalar(value: Any, device: torch.device | None = None) -> Any:
+    """Restores the value that `encode_scalar` encoded. A tensor with dims goes to the device; one
+    without dims stays on the CPU, and can be combined with tensors on any device."""
+    if not isinstance(value, dict) or "$tensor" not in value:
+        return decode(value)
+    made = torch.tensor(decode(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
+    return made.reshape(value["shape"]).to(device) if "shape" in value else made
 
 
 def decode(value: Any) -> Any:

@@ -458,6 +458,8 @@ class ShardStep:
         cut = sum(master.numel() for master in self._masters) < sum(p.numel() for p in shards)
         check_sizes(optimizer, world if cut else 1, _kernels())
         self._methods = Methods(optimizer, values)
+        # Keys of the loaded state that have one value per parameter.
+        self.single_keys: set[Any] = set()
         for group in optimizer.param_groups:
             group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
         self._step = optimizer.step
@@ -484,6 +486,14 @@ class ShardStep:
                     f'"{name}", whose state would not be saved. Let both share one state: '
                     f"self.{name}.state = self.state in the constructor"
                 )
+
+    def is_single(self, key: Any, value: Any, master: torch.Tensor) -> bool:
+        """Whether a state is one value for the whole parameter, and not a value per element."""
+        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and master.dim() > 0):
+            return True
+        # A master of one element does not show what a state with one element is.
+        known = self.single_keys | self._methods.single_keys()
+        return value.numel() == 1 and (master.numel() != 1 or key in known)
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor]]:
         """Yields name, first element, parameter and master [numel] fp32 of each slice that this

@@ -69,13 +69,13 @@ class _Twin:
         samples = trial.samples(optimizer)
         starts = [torch.randn(sample.shape, generator=self._draws) for sample in samples]
         params = [[torch.nn.Parameter(start)] for start in starts]
-        self._twin = trial.on(optimizer, [*zip(samples, params, strict=True)])
+        self.optimizer = trial.on(optimizer, [*zip(samples, params, strict=True)])
         self._failure = ""
         # Whether the last call dropped the gradients, and whether it set them to None.
         self.clears = self.to_none = True
 
     def _gradients(self) -> list[torch.Tensor]:
-        params = trial.params_of(self._twin)
+        params = trial.params_of(self.optimizer)
         return [torch.randn(param.shape, generator=self._draws) for param in params]
 
     def _follow(self) -> None:
@@ -85,7 +85,7 @@ class _Twin:
             for piece, state in self._given.state.items()
             if isinstance(piece, torch.Tensor) and piece.numel() != 1 and state
         }
-        for group, given in zip(self._twin.param_groups, groups, strict=True):
+        for group, given in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(trial.options_of(given))
             # This rank may have no element of the group, but all ranks must decide alike.
             found = [piece for piece in given["params"] if piece in kept] or [*kept]
@@ -95,7 +95,7 @@ class _Twin:
     def _follow_state(
         self, param: torch.Tensor, piece: torch.Tensor, state: dict[str, Any]
     ) -> None:
-        if state.keys() == self._twin.state[param].keys():
+        if state.keys() == self.optimizer.state[param].keys():
             return
         # After a load: the same keys as in the loaded state, with any values.
         made = {
@@ -104,8 +104,8 @@ class _Twin:
             else copy.deepcopy(value)
             for key, value in state.items()
         }
-        self._twin.state[param] = made | {
-            key: value for key, value in self._twin.state[param].items() if key in made
+        self.optimizer.state[param] = made | {
+            key: value for key, value in self.optimizer.state[param].items() if key in made
         }
 
     def step(self) -> None:
@@ -122,7 +122,7 @@ class _Twin:
                 self._failure = f"its step() raised {trial.told(error)}"
                 return
             if same:
-                self._twin = whole
+                self.optimizer = whole
                 return
         raise RuntimeFault(
             f"[front::step] until now {type(self._given).__name__} was elementwise, but in a trial "
@@ -133,7 +133,7 @@ class _Twin:
     def _stepped(self) -> tuple[Optimizer, bool]:
         """Takes a step on a copy of the twin. Returns the copy, and whether its slices have the
         same values."""
-        whole, parts, gradients = trial.same_as(self._twin), trial.halves(self._twin), []
+        whole, parts, gradients = trial.same_as(self.optimizer), trial.halves(self.optimizer), []
         for gradient in self._gradients():
             slices = trial.cut(gradient, trial.CUT)
             gradients.append([gradient, slices[0], slices[-1]])
@@ -153,7 +153,7 @@ class _Twin:
         if not trial.is_plain([list(args), kwargs]):
             return "takes a function or an object, so the engine cannot try it first", False
         self._follow()
-        whole = trial.same_as(self._twin)
+        whole = trial.same_as(self.optimizer)
         watch = trial.Watch(trial.params_of(whole))
         try:
             with torch.random.fork_rng(devices=[]):
@@ -163,7 +163,7 @@ class _Twin:
         except Exception as error:  # noqa: BLE001 - any error of the user's method
             problem = f"raised in a trial {trial.told(error)}"
         if not problem:
-            self._twin = whole
+            self.optimizer = whole
         return problem, watch.seen
 
     def _compared(self, whole: Optimizer, watch: trial.Watch, call: _Call) -> str:
@@ -174,7 +174,7 @@ class _Twin:
         if trial.windows(trial.params_of(whole)) != windows:
             return "gives a parameter new memory (p.data = x); use p.data.copy_(x)"
         state = list(trial.leaves(whole))
-        given = trial.same_as(self._twin)
+        given = trial.same_as(self.optimizer)
         for param, gradient in zip(trial.params_of(given), self._gradients(), strict=True):
             param.grad = gradient
         if not trial.same(call(given) + list(trial.leaves(given)), result + state):
@@ -184,7 +184,7 @@ class _Twin:
         self.to_none = all(p.grad is None for p in trial.params_of(given))
         if any(left) and not all(left):
             return "drops the gradients of only some parameters"
-        parts = trial.halves(self._twin)
+        parts = trial.halves(self.optimizer)
         # Other random numbers for each slice, as on other ranks.
         results = [call(part, seed) for seed, part in enumerate(parts, 1)]
         joined = trial.joined([list(trial.leaves(part)) for part in parts], state, trial.NUMEL)
@@ -207,6 +207,18 @@ class Methods:
         # The rules of torch's own classes never change, and these have no other methods.
         of_torch = type(optimizer).__module__.startswith("torch.optim.")
         self._twin = None if of_torch else _Twin(optimizer)
+
+    def single_keys(self) -> set[Any]:
+        """Returns the keys of state with one value for a parameter of several elements."""
+        if self._twin is None:
+            return set()
+        twin = self._twin.optimizer
+        return {
+            key
+            for param in trial.params_of(twin)
+            for key, value in twin.state.get(param, {}).items()
+            if param.numel() > 1 and isinstance(value, torch.Tensor) and value.numel() == 1
+        }
 
     def install(self) -> None:
         """Replaces the methods on the object. Must follow the engine's other changes to it."""

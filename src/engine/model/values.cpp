@@ -472,6 +472,12 @@ void Values::release(const std::vector<int>& units, bool write) {
   let_go_of(units);
 }
 
+void keep_views(Values& values, const std::vector<int>& units) {
+  auto& state = *values.state_;
+  if (state.executor->table().rests_whole()) return;  // their memory stays
+  for (const int unit : units) state.border->keep_views(unit);
+}
+
 void refine_masters(Values& values, const std::vector<std::pair<std::string, at::Tensor>>& loaded) {
   auto& state = *values.state_;
   state.check_open("load_state_dict");
@@ -502,7 +508,9 @@ void refine_masters(Values& values, const std::vector<std::pair<std::string, at:
 // parts again.
 void Values::let_go_of(const std::vector<int>& units) {
   for (const int unit : units) {
-    if (state_->driver->held(unit) == 1) state_->wholes->hide(unit);
+    if (state_->driver->held(unit) != 1) continue;
+    state_->border->leave_views(unit);
+    state_->wholes->hide(unit);
   }
   state_->driver->let_go(units);
 }

@@ -101,6 +101,7 @@ class PENSTOCK_API Values {
   std::vector<at::Tensor> shard_gradients();
 
  private:
+  friend void keep_views(Values& values, const std::vector<int>& units);
   friend void refine_masters(Values& values,
                              const std::vector<std::pair<std::string, at::Tensor>>& loaded);
   struct ParamState;  // src/engine/model/param_state.cpp
@@ -114,6 +115,10 @@ class PENSTOCK_API Values {
 
   std::shared_ptr<Core::State> state_;
 };
+
+// Must follow Values::gather(). A view of a parameter that is taken from then on keeps the values
+// that it has when the units are released, in a copy. Otherwise reading it then is an error.
+PENSTOCK_API void keep_views(Values& values, const std::vector<int>& units);
 
 // [all ranks] Must follow Values::release() with `write`. `loaded` has the values that were copied
 // into parameters between gather() and release(), in any floating dtype. Masters take these values

@@ -35,8 +35,8 @@ constexpr std::array<CallRule, 9> kRules = {{
      "[engine::backward] backward() was called without a forward since the last step. Call the "
      "engine on a batch first, with gradients enabled"},
     {Call::kBackwardBegin, kScaled, kNone, kArmed, kNone, Count::kKeep,
-     "[engine::backward] loss.backward() was called with fp16, so the loss is not scaled. Call "
-     "engine.backward(loss) instead"},
+     "[engine::backward] Loss scaling is required with fp16, but loss.backward() was called and "
+     "the loss is not scaled. Call engine.backward(loss) or engine.scale(loss).backward() instead"},
     {Call::kBackwardEnd, kNone, kNone, kNone, kArmed | kScaled, Count::kAdd, ""},
     {Call::kFullGrads, kSeen, kNone, kNone, kNone, Count::kKeep,
      "[engine::full_grads] there are no gradients. Call full_grads() after backward() and before "

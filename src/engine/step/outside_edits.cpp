@@ -30,6 +30,22 @@ at::Tensor hollow_gradient(const at::Tensor& param, const std::string& name) {
   return mark;
 }
 
+bool is_window(const at::Tensor& param, const exec::Slot& slot) {
+  return param.storage().unsafeGetStorageImpl() == slot.window.unsafeGetStorageImpl();
+}
+
+// Returns whether others than the parameter use the storage that the engine gave it.
+bool shares_storage(const at::Tensor& param, const exec::Slot& slot) {
+  return slot.window.use_count() > (is_window(param, slot) ? 2 : 1);
+}
+
+// Returns whether other tensors use the storage. Its Python object, if a script once asked for it,
+// holds a reference, too.
+bool has_views(const at::Tensor& param, const exec::Slot& slot) {
+  const bool has_object = slot.window.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj() != nullptr;
+  return is_window(param, slot) && slot.window.use_count() > (has_object ? 3 : 2);
+}
+
 [[noreturn]] void refuse(const std::string& name, const std::string& what) {
   throw RuntimeFault(concat("[engine::parameters] parameter \"", name, "\" ", what));
 }
@@ -125,10 +141,21 @@ void OutsideEdits::take_over(Param& param) {
   executor_.updates().finish();
   const at::Tensor values = param.tensor.detach().clone(at::MemoryFormat::Contiguous);
   slot->given = exec::ReplicaEdits::print_of(values);
-  // Other tensors that share the parameter's old storage keep it, with its values.
-  const bool own =
-      param.tensor.storage().unsafeGetStorageImpl() == slot->window.unsafeGetStorageImpl();
-  if (slot->window.use_count() > (own ? 2 : 1)) {
+  const device::Address base = part_from_views(param);
+  const device::Address from = device::address_of(values, &executor_.traffic().tiers().computes);
+  if (base) {
+    device::copy(base + slot->offset * flat->element_bytes(), from,
+                 static_cast<int64_t>(values.nbytes()));
+    flat->renew_print(*slot);
+  }
+  executor_.values().write(*flat, slot->offset, slot->numel, from);
+}
+
+// Gives the parameter a window again. Other tensors that share its old storage keep it, with its
+// values. Returns the copy into which the window points, or null.
+device::Address OutsideEdits::part_from_views(Param& param) {
+  const auto [unit, flat, slot] = param.places.front();
+  if (shares_storage(param.tensor, *slot)) {
     flat->let_go(*slot);
     own_storage(param.tensor, flat->dtype, param.sizes);
   } else {
@@ -139,13 +166,25 @@ void OutsideEdits::take_over(Param& param) {
   const device::Address base =
       unit->attached ? find(flat->params, whole)->one().data() : device::Address();
   flat->point(*slot, base);
-  const device::Address from = device::address_of(values, &executor_.traffic().tiers().computes);
-  if (base) {
-    device::copy(base + slot->offset * flat->element_bytes(), from,
-                 static_cast<int64_t>(values.nbytes()));
-    flat->renew_print(*slot);
+  return base;
+}
+
+void OutsideEdits::keep_views(int unit) {
+  for (Param& param : params_) {
+    const auto [its, flat, slot] = param.places.front();
+    if (its != &executor_.units()[static_cast<size_t>(unit)] || param.tiled || slot->shown)
+      continue;
+    if (!has_views(param.tensor, *slot)) param.alone = true;
   }
-  executor_.values().write(*flat, slot->offset, slot->numel, from);
+}
+
+void OutsideEdits::leave_views(int unit) {
+  for (Param& param : params_) {
+    const auto [its, flat, slot] = param.places.front();
+    if (its != &executor_.units()[static_cast<size_t>(unit)] || !std::exchange(param.alone, false))
+      continue;
+    if (its->attached && has_views(param.tensor, *slot)) part_from_views(param);
+  }
 }
 
 std::string OutsideEdits::edited(int index, bool always) {

@@ -48,6 +48,13 @@ class OutsideEdits {
   // `param` is "".
   static void refuse_edit(const std::string& param, const char* where);
 
+  // Tensors that begin to share the storage of one of the unit's parameters after keep_views() keep
+  // its values: leave_views() then gives the parameter a new storage, and these tensors a copy of
+  // the values. It skips a parameter whose storage other tensors shared at keep_views(), because
+  // they stay views of the parameter. The unit must be gathered.
+  void keep_views(int unit);
+  void leave_views(int unit);
+
   enum class SeenGradients { kKept, kSomeDropped, kAllDropped };
   // Finds changes of `.grad`. Drops the gradients that users set to None. If users set all
   // gradients to None, drops none, because the caller then drops the window. Throws RuntimeFault if
@@ -76,10 +83,12 @@ class OutsideEdits {
     c10::Storage tiled;
     at::Tensor mark{};   // see [Note: Hollow gradients]
     bool shown = false;  // `.grad` is `mark`
+    bool alone = false;  // at keep_views() no other tensor shared the storage
   };
 
   void look_at(Param& param);
   void take_over(Param& param);
+  device::Address part_from_views(Param& param);
   void forget(Param& param);
 
   exec::Executor& executor_;

@@ -135,6 +135,20 @@ std::string precision_of(const std::string& dtype) {
   return dtype.ends_with("16") || dtype == "half" ? "fp16" : "fp32";
 }
 
+// Refuses what DeepSpeed does not combine with summed gradients. Two of these sections are refused
+// on their own, too, but scripts match DeepSpeed's words for the combination.
+void check_sum(const Leaves& given, const Json& config, int64_t stage) {
+  const std::string sum = "\"gradient_allreduce_op\" is \"sum\", which is not supported with ";
+  if (stage == 3)
+    refuse(given, "gradient_allreduce_op",
+           "\"mean\", because \"sum\" is not supported with ZeRO stage 3");
+  if (config.value("zero_optimization", Json::object()).contains("zenflow"))
+    fail_deepspeed(concat(sum, "ZenFlow: remove \"zero_optimization.zenflow\""));
+  const Json* const compiled = given.find("compile.deepcompile");
+  if (compiled != nullptr && !is_harmless("compile.deepcompile", *compiled))
+    fail_deepspeed(concat(sum, "DeepCompile: remove \"compile.deepcompile\""));
+}
+
 // Refuses combinations of values that DeepSpeed refuses.
 void check_together(const Leaves& given, const Json& config) {
   const std::string zero = "zero_optimization.";
@@ -149,6 +163,7 @@ void check_together(const Leaves& given, const Json& config) {
       fail_deepspeed(concat("\"", zero, old, "\" and \"", zero, replacement,
                             "\" are the same setting: keep only \"", zero, replacement, "\""));
   }
+  if (given.text("gradient_allreduce_op", "mean") == "sum") check_sum(given, config, stage);
   if (section.contains("zenflow"))  // its presence turns it on
     fail_deepspeed(concat("\"", zero, "zenflow\" is ", section["zenflow"].dump(),
                           ", which is not supported yet: remove the section"));
@@ -157,9 +172,6 @@ void check_together(const Leaves& given, const Json& config) {
         concat("\"", zero, "compute_grad_norm\" is false; allowed: true at stage ", stage));
   if (given.number(zero + "offload_optimizer.ratio", 1.0) < 1.0 && stage != 3)
     refuse(given, zero + "offload_optimizer.ratio", concat("1.0 at stage ", stage));
-  if (given.text("gradient_allreduce_op", "mean") == "sum" && stage == 3)
-    refuse(given, "gradient_allreduce_op",
-           "\"mean\", because \"sum\" is not supported with ZeRO stage 3");
   const bool bf16 = given.flag("bf16.enabled", false), fp16 = given.flag("fp16.enabled", false);
   const std::string precision = bf16 ? "bf16" : fp16 ? "fp16" : "fp32";
   if (precision_of(given.text("data_types.param_dtype", precision)) != precision)
@@ -434,6 +446,11 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
     if (shards && leaves.whole("zero_optimization.stage", 0) < 3) {
       key.fate = kNoEffect;
       key.note = "parameters are not sharded below stage 3";
+    }
+    if (key.key == "data_types.buffer_dtype" && !leaves.flag("bf16.enabled", false) &&
+        !leaves.flag("fp16.enabled", false)) {
+      key.fate = kNoEffect;
+      key.note = "buffers keep their dtypes without bf16 and fp16";
     }
     const bool of_tensor = key.key.starts_with("tensor_parallel.") && key.fate == kTaken;
     if (of_tensor && key.key != "tensor_parallel.autotp_size" && tensor_of(leaves, world) == 1) {

@@ -185,6 +185,7 @@ constexpr ValueRow kRows[] = {
     {"data_types", kSection},
     choice("data_types.grad_accum_dtype", kExact, kDtypes, true),
     choice("data_types.param_dtype", kExact, kDtypes, true),
+    choice("data_types.buffer_dtype", kExact, kDtypes, true),
     {"data_efficiency", kSection},
     {"pipeline", kSection},
     {"checkpoint", kSection},
@@ -505,10 +506,17 @@ class ValueReader {
         concat("unknown key \"", prefix, name, "\"", config_text::suggestion(prefix, name, names)));
   }
 
+  // Scripts match the words "Invalid KEY" and "must be a number" of DeepSpeed's errors.
+  [[noreturn]] static void fail_value(const Json& value, const ValueRow& row) {
+    const bool number = row.type == kNumber || row.type == kReal;
+    fail_deepspeed(concat(row.type == kChoice ? concat("Invalid ", row.key, ": ") : "", "\"",
+                          row.key, "\" is ", value.dump(),
+                          number ? "; it must be " : "; allowed: ", allowed(row)));
+  }
+
   Json one(const Json& value, const ValueRow& row) {
     const std::optional<Json> read = converted(value, row);
-    if (!read)
-      fail_deepspeed(concat("\"", row.key, "\" is ", value.dump(), "; allowed: ", allowed(row)));
+    if (!read) fail_value(value, row);
     if (row.type != kModel && row.type != kSection) return *read;
     return section(*read, row.key, row.type == kModel);
   }

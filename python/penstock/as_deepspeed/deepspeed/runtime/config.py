@@ -131,7 +131,9 @@ class DeepSpeedConfig:
         self.memory_breakdown = bool(read.get("memory_breakdown", False))
         self.log_level = read.get("log_level")
         self.gradient_allreduce_op = read.get("gradient_allreduce_op", "mean")
-        self.grad_accum_dtype = (read.get("data_types") or {}).get("grad_accum_dtype")
+        dtypes = read.get("data_types") or {}
+        self.grad_accum_dtype = dtypes.get("grad_accum_dtype")
+        self.param_dtype, self.buffer_dtype = dtypes.get("param_dtype"), dtypes.get("buffer_dtype")
         self.float16_config = get_float16_config(read)
         self.bfloat16_config = get_bfloat16_config(read)
         made: Any = importlib.import_module("..comm.config", __package__)

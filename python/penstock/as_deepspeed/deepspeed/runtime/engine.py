@@ -44,6 +44,7 @@ from .engine_setup import (
     check_arguments,
     check_device,
     device_of,
+    dtypes_of_buffers,
     optimizer_of,
     say_setup,
     warn_of,
@@ -54,6 +55,7 @@ from .layer_specs import rules_of
 from .pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from .sequence_parallel.parallel_state_sp import SequenceGrid
 from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3, mark_model
+from .zero.unused_parameters import refuse_unused
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 _NOTHING = contextlib.nullcontext()
@@ -241,6 +243,7 @@ class DeepSpeedEngine(
                     '"penstock.parallel.rules" both define how layers are cut: keep one'
                 )
             native["parallel"] = {**native.get("parallel", {}), "rules": rules}
+        native |= dtypes_of_buffers(self._config, self._model)
         close_earlier(self._model)
         if tensor_ranks_of(self.mpu) > 1:  # the model's modules have cut their own parameters
             native = self._with_parts_joined(native)
@@ -395,10 +398,13 @@ class DeepSpeedEngine(
             )
 
     def update(self) -> None:
-        """Updates only the weights. Raises ConfigError if the engine has no optimizer."""
+        """Updates only the weights. Raises ConfigError if the engine has no optimizer, and for
+        parameters without a gradient if "ignore_unused_parameters" is false."""
         self._need_optimizer("step")
         if self._config.zero_optimization_stage == 0 and self._reduction == "sum":
             self._take_gradients()
+        if self._reduction == "sum":
+            refuse_unused(self)
         self._applied = self.native.step(force=True)
         self.last_step_overflowed = not self._applied
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from penstock import ConfigError
 from penstock._native import _penstock
+from penstock.front import module_tree
 from penstock.front import optimizer as optimizers
 
 from .._refusal import DeepSpeedRefusal
@@ -30,6 +32,7 @@ _TAKEN_HERE = (
     "memory_breakdown", "dump_state", "log_level", "flops_profiler.", "comms_logger.",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
     "checkpoint.tag_validation", "checkpoint.load_universal",
+    "zero_optimization.ignore_unused_parameters",
 )  # fmt: skip
 _HALF = ("fp16", "float16", "half", "torch.float16")
 # The optimizers that DeepSpeed has tested with ZeRO.
@@ -127,6 +130,28 @@ def optimizer_of(
     return optimizer, native
 
 
+def dtypes_of_buffers(config: DeepSpeedConfig, model: torch.nn.Module) -> dict[str, Any]:
+    """Returns {"dtypes": rules} with a rule for each floating buffer; {} if it keeps its dtype.
+
+    As in DeepSpeed, "data_types.buffer_dtype" has no effect without fp16 and bf16. Rules of the
+    section "penstock" come first.
+    """
+    if config.buffer_dtype is None or not (config.fp16_enabled or config.bfloat16_enabled):
+        return {}
+    dtype, given = _short(config.buffer_dtype), config.native.get("dtypes", {})
+    rules = {
+        re.sub(r"([*?\[\]\\])", r"\\\1", name): dtype  # a name may look like a pattern
+        for name, buffer in module_tree.named_buffers_of(model)
+        if buffer.is_floating_point()
+    }
+    return {"dtypes": {**given, **rules, **given}}
+
+
+def _short(dtype: str) -> str:
+    """Returns Penstock's name of a dtype in a config."""
+    return "bf16" if "bf" in dtype else "fp16" if dtype in _HALF else "fp32"
+
+
 def device_of(args: Any) -> torch.device:
     """Returns the device on which this rank trains: number `args.device_rank`, if it is set."""
     number = getattr(args, "device_rank", None)
@@ -168,7 +193,7 @@ def check_arguments(engine: Any, reduction: str) -> None:
             "only with ZeRO stage 2 and 3, as in DeepSpeed: remove overlap_comm"
         )
     named, own = engine._config.grad_accum_dtype, engine._config.native.get("precision", "fp32")
-    held = "bf16" if "bf" in (named or own) else "fp16" if named in _HALF else "fp32"
+    held = _short(named or own)
     if named is not None and engine._config.zero_optimization_stage == 0 and held != own:
         raise DeepSpeedRefusal(
             f'[deepspeed::initialize] "data_types.grad_accum_dtype" is "{named}"; allowed at '

@@ -253,6 +253,8 @@ class MiCS_Init(Init):  # noqa: N801 - DeepSpeed's name
 class GatheredParameters:
     """Gathers parameters inside the context. All ranks must enter and leave it.
 
+    Views of the parameters that are taken inside keep their values after the context.
+
     Args:
         params: one or several parameters, sharded or not.
         modifier_rank: the rank whose changes are kept; None if no rank changes values, or all ranks
@@ -327,6 +329,7 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
     with contextlib.ExitStack() as stack:
         for engine, own in engines.values():
             stack.enter_context(engine.gathered(own, write=modifier_rank is not None))
+            _keep_views(engine, own)
         for one in waiting:
             stack.enter_context(_of_init(held, one, modifier_rank))
         for param in params:
@@ -344,6 +347,15 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
         finally:
             for param, status in zip(params, before, strict=True):
                 param.ds_status = status  # type: ignore[attr-defined]
+
+
+def _keep_views(engine: Any, params: list[torch.Tensor]) -> None:
+    """Lets views that are taken inside the block keep their values after it, as in DeepSpeed.
+
+    For example, on a CPU `param.detach().cpu()` is a view.
+    """
+    values = engine._core.values
+    values.keep_views(values.units_of([engine._structure.own[one] for one in params]))
 
 
 _WORDS = 1 << 18  # that _digest() takes at once
