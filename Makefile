@@ -29,9 +29,9 @@ $(BUILD_SETUP): requirements-build.txt tools/setup
 	@tools/setup --build $(PYTHON)
 	@touch $@
 
-$(SETUP): requirements-build.txt requirements-dev.txt tools/setup
+$(SETUP): requirements-dev.txt | $(BUILD_SETUP)
 	@tools/setup $(PYTHON)
-	@touch $(BUILD_SETUP) $@
+	@touch $@
 
 setup: $(SETUP)  ## system packages and .venv with pinned tools, for builds, tests and lint
 
@@ -89,13 +89,13 @@ demo: package  ## train a small GPT on two ranks of this machine; kill and resum
 	@echo "[demo] examples/resume.py"
 	@$(BIN)/python examples/resume.py
 
-demo-3d: package  ## train a GPT and a Llama on 8 ranks: data x tensor x pipeline
+demo-3d: $(SETUP) package  ## train a GPT and a Llama on 8 ranks: data x tensor x pipeline
 	@echo "[demo-3d] penstock run --nproc 8 examples/train_3d.py --demo"
 	@$(BIN)/python -m penstock run --nproc 8 examples/train_3d.py --demo
 
 # Of the page: make picture PART="--top 540 --height 900".
 PART ?= --height 1180
-picture: package  ## docs/report.png, a part of the report of make demo; needs chromium
+picture: $(SETUP) package  ## docs/report.png, a part of the report of make demo; needs chromium
 	@echo "[picture] tools/report_picture.py build/demo docs/report.png"
 	@$(BIN)/python tools/report_picture.py build/demo docs/report.png $(PART)
 

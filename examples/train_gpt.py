@@ -29,7 +29,7 @@ from gpt import GPT, GPTConfig
 import penstock
 from penstock.monitor import report
 
-DEMO = {"steps": 300, "minutes": 4.0, "monitor": "build/demo"}
+DEMO = {"steps": 300, "minutes": 2.5, "monitor": "build/demo"}
 DISK_STEPS = 5
 VALIDATION_SHARE = 0.05
 VALIDATION_WINDOWS = 512  # over all ranks

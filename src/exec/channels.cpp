@@ -16,8 +16,8 @@ Channels::Channels(const Groups& groups, const Mesh& mesh, Group& peers,
   pipeline_.emplace(peers, "stages");
   for (const UnitState& unit : units) {
     for (const Flat& flat : unit.flats) {
+      if (!flat.placement.is_partial(Axis::kPipeline)) continue;
       const std::vector<int>& stages = flat.placement.on(Axis::kPipeline).holders;
-      if (stages.size() < 2) continue;
       std::string name = "tied";
       for (const int stage : stages) name += concat(" ", stage);
       tied_.try_emplace(stages, peers, name,

@@ -157,7 +157,10 @@ at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t 
 // The ranks exchange only hashes. Host copies of the values are made one at a time.
 std::pair<int, bool> Peers::compare(const std::vector<at::Tensor>& values, const std::string& text,
                                     const std::string& other) {
-  uint64_t hash = hash_text(text);
+  // Exchanges on a device carry no tags. Ranks that made different ones differ here.
+  const uint64_t history = channel_.history();
+  uint64_t hash = hash_text({reinterpret_cast<const char*>(&history), sizeof(history)});
+  hash = hash_text(text, hash);
   for (const at::Tensor& one : values) {
     hash = hash_text(concat(one.sizes(), " ", one.scalar_type()), hash);
     if (one.layout() != at::kStrided) continue;

@@ -1,8 +1,9 @@
 #pragma once
 // Peers: the exchanges of the ranks of the tensor or sequence axis that compute one operator
 // together. Every rank makes the same calls in the same order, in forward, in backward and in
-// recomputed forwards. The labels must be equal on all ranks; this is checked. Results are
-// contiguous and share no memory with the arguments, which may have any strides.
+// recomputed forwards. The labels must be equal on all ranks. In host memory each exchange checks
+// this; on a device the next compare() does. Results are contiguous and share no memory with the
+// arguments, which may have any strides.
 //
 // Values are in host memory or on the device where the ranks compute. On a device, exchanges are
 // queued on the calling thread's stream, and the host does not wait for them. Without a back end
@@ -61,8 +62,9 @@ class Peers {
   at::Tensor all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
                         const comm::Label& label);
 
-  // Compares `values` (bytes, sizes and dtypes) and `text` with rank 0's. Returns the first rank
-  // that differs (< 0: none), and whether all ranks have the same `other` text.
+  // Compares `values` (bytes, sizes and dtypes), `text` and the exchanges on the device so far with
+  // rank 0's. Returns the first rank that differs (< 0: none), and whether all ranks have the same
+  // `other` text.
   std::pair<int, bool> compare(const std::vector<at::Tensor>& values, const std::string& text,
                                const std::string& other);
 

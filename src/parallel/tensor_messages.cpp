@@ -1,6 +1,7 @@
 #include "src/parallel/tensor_messages.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
 #include <cstring>
 #include <utility>
@@ -112,6 +113,15 @@ void Messages::transfer(const comm::Label& label, const at::Tensor& values) {
 // A small fixed-size exchange first sends the header's length, or 0 if the header equals the
 // previous one. The header and each tensor are sent after that.
 void Messages::send(const comm::Label& label, const TensorMessage& message) {
+  // Contiguous tensors, held until all of them are sent. Empty ones have no bytes to send.
+  std::vector<at::Tensor> held;
+  for (const at::Tensor& tensor : message.tensors) {
+    if (!tensor.defined()) continue;
+    TORCH_CHECK(tensor.is_cpu() || tensor.device() == computes_.where(),
+                "[parallel::Messages] the engine computes on ", computes_.where(),
+                ", but a stage's values are on ", tensor.device());
+    if (tensor.numel() > 0) held.push_back(tensor.resolve_conj().resolve_neg().contiguous());
+  }
   const std::string head = head_of(message);
   const bool again = head == head_;
   auto length = static_cast<int64_t>(again ? 0 : head.size());
@@ -119,12 +129,6 @@ void Messages::send(const comm::Label& label, const TensorMessage& message) {
   if (!again) {
     head_ = head;
     channel_.broadcast(label, ends_, head_.data(), length);
-  }
-  // Contiguous tensors, held until all of them are sent. Empty ones have no bytes to send.
-  std::vector<at::Tensor> held;
-  for (const at::Tensor& tensor : message.tensors) {
-    if (!tensor.defined() || tensor.numel() == 0) continue;
-    held.push_back(tensor.resolve_conj().resolve_neg().contiguous());
   }
   for (const at::Tensor& tensor : held) transfer(label, tensor);
 }

@@ -28,7 +28,6 @@ ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
 DEVICE_STEP = "src/optim/device_step.cpp"
 
 
-
 def mesh(case: str) -> Pytest:
     return Pytest(("tests/device/test_device_meshes.py", "-k", case), ("_sim",))
 

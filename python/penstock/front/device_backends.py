@@ -42,9 +42,12 @@ class DeviceGroups:
     its ranks and its number. So with torch's names, a new group could find keys of a destroyed
     group in the store."""
 
-    def __init__(self, name: str, timeout: datetime.timedelta) -> None:
-        # Since NCCL 2.26 the order of launches on the host is also the order on the device.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    def __init__(self, name: str, timeout: datetime.timedelta, has_stages: bool) -> None:
+        # Since NCCL 2.26 the order of launches on the host is also the order on the device. Where
+        # this means that a collective begins after the previous one ended, stages of a pipeline
+        # would wait for each other in a circle: each launches its send before its receive.
+        if not has_stages or _begins_in_order():
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self._name, self._timeout = name, timeout + _LATER
         self._engine = next(_engines)
         self._made: collections.Counter[str] = collections.Counter()
@@ -61,6 +64,16 @@ class DeviceGroups:
         store = PrefixStore(prefix, default.clone())
         own = members.index(dist.get_rank())
         return _make(self._name, store, own, members, self._timeout)
+
+
+def _begins_in_order() -> bool:
+    """Whether NCCL orders the begins of collectives, and not their ends: with CUDA 12.3 or later,
+    in torch and in the driver."""
+    if torch.version.cuda is None:
+        return False
+    made = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    driver = torch._C._cuda_getDriverVersion()  # 12030 is 12.3
+    return min(made, (driver // 1000, driver % 1000 // 10)) >= (12, 3)
 
 
 @contextlib.contextmanager

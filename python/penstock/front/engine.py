@@ -77,7 +77,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         )
         super().__init__()
         self._installed: list[Any] = []  # hooks on modules, removed by close()
-        self._ranks = ranks.of_config(config.comm, described.device)
+        self._ranks = ranks.of_config(config, described.device)
         try:
             self._adopt(described, config)
         except BaseException as error:

@@ -65,6 +65,7 @@ class Ranks:
         report_dir: folder for reports of failures, or "".
         back_end: name of the back end with collectives on the model's device, or None.
         transport: the value of the key comm.backend.
+        has_stages: whether the ranks form pipelines.
 
     Raises:
         ConfigError: on all ranks, if `transport` is "shm" and ranks are on several hosts.
@@ -77,6 +78,7 @@ class Ranks:
         report_dir: str = "",
         back_end: str | None = None,
         transport: str = "auto",
+        has_stages: bool = False,
     ) -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
         if not dist.is_initialized():
@@ -102,7 +104,8 @@ class Ranks:
             up, timeout_s, down, connect, warn_s, report_dir
         )
         if back_end is not None:
-            self.group.set_device_groups(device_backends.DeviceGroups(back_end, timeout))
+            made_by = device_backends.DeviceGroups(back_end, timeout, has_stages)
+            self.group.set_device_groups(made_by)
 
     def close(self) -> None:
         """Destroys the process groups, without waiting for other ranks."""
@@ -159,10 +162,18 @@ def default_timeout_s() -> float:
     return min(max(own, of_group or 0.0), _LONGEST_S)
 
 
-def of_config(comm: Any, device: torch.device) -> Ranks:
-    """Makes the group that the section "comm" of a config describes, for a model on `device`."""
+def of_config(config: Any, device: torch.device) -> Ranks:
+    """Makes the group that a config describes, for a model on `device`."""
+    comm = config.comm
     back_end = device_backends.name_for(device, comm.backend)
-    return Ranks(comm.timeout_s, comm.warn_s, comm.report_dir, back_end, comm.backend)
+    return Ranks(
+        comm.timeout_s,
+        comm.warn_s,
+        comm.report_dir,
+        back_end,
+        comm.backend,
+        config.mesh.pipeline > 1,
+    )
 
 
 def _on_one_host(wanted: str, timeout_s: float, warn_s: float, report_dir: str) -> Any:

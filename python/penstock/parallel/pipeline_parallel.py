@@ -61,7 +61,7 @@ class Micro:
 
     Attributes:
         part: this rank's part of the batch.
-        batch: CRC-32 of the part's CPU tensors; None if there are none.
+        batch: CRC-32 of the part's tensors; None if there are none.
         seed: seed of the forward's random numbers, the same on all ranks that compute it.
     """
 
@@ -74,8 +74,8 @@ class Micro:
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
         found = None
         for one in module_tree.tensors_in(part):
-            if one.device.type == "cpu" and one.layout == torch.strided and one.nbytes:
-                whole = one.detach().contiguous()
+            if one.device.type != "meta" and one.layout == torch.strided and one.nbytes:
+                whole = one.detach().cpu().contiguous()
                 bytes_of = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
                 found = zlib.crc32(bytes_of, found or 0)
         return cls(part, found, seed << _STAGE_BITS)

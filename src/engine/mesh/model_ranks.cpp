@@ -45,7 +45,8 @@ void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
       for (const exec::Slot& slot : flat.slots) {
         const auto found = uncalled_.find(slot.index);
         if (found == uncalled_.end()) continue;
-        if (flat.placement.is_partial(Axis::kPipeline) && !slot.touched) continue;
+        const bool shared = flat.placement.on(Axis::kPipeline).holders.size() > 1;
+        if (shared && !slot.touched) continue;
         throw RuntimeFault(concat(
             "[engine::step] \"parallel.rules\" cut module \"", modules_[found->second].name,
             "\", which was not called before the first step. Code that reads its weight directly "

@@ -37,8 +37,9 @@ void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
       concat("[engine::forward] ", count(),
              " ranks have parts of the same sequences (mesh.sequence), but in the group of rank ",
              state_->group->rank(), " sequence rank ", different,
-             " was given different inputs from sequence rank 0. Choose samples by "
-             "engine.data_rank and engine.data_size, not by the rank"));
+             " was given different inputs from sequence rank 0",
+             state_->tiers.computes.is_host() ? "" : ", or made different exchanges before",
+             ". Choose samples by engine.data_rank and engine.data_size, not by the rank"));
 }
 
 }  // namespace penstock

@@ -11,6 +11,10 @@ namespace penstock::engine {
 
 namespace {
 
+// The names of the lanes' channels.
+constexpr const char* kForward = "stage forward";
+constexpr const char* kBackward = "stage backward";
+
 // Returns the label of the message that `action` needs.
 comm::Label label_of(const Action& action) {
   return concat(action.forward ? "inputs" : "output gradients", " of stage ", action.stage,
@@ -44,7 +48,8 @@ StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& membe
   const int size = members.size();
   const auto way = [&](int from, int to, const char* name) {
     const std::vector<int>& ranks = members.ranks;
-    const bool is_used = std::abs(from - to) == 1 || config.virtual_stages > 1;
+    const int hop = name == kForward ? 1 : -1;
+    const bool is_used = to == from + hop || config.virtual_stages > 1;  // not around the ends
     return std::make_unique<NeighbourLane>(group, ranks[static_cast<size_t>(from)],
                                            ranks[static_cast<size_t>(to)], name,
                                            is_used ? computes : device::Device::host());
@@ -52,12 +57,12 @@ StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& membe
   for (int before = 0; before < size; ++before) {
     const int after = (before + 1) % size;
     if (members.index == before) {
-      sends_forward_ = way(before, after, "stage forward");
-      receives_backward_ = way(after, before, "stage backward");
+      sends_forward_ = way(before, after, kForward);
+      receives_backward_ = way(after, before, kBackward);
     }
     if (members.index == after) {
-      receives_forward_ = way(before, after, "stage forward");
-      sends_backward_ = way(after, before, "stage backward");
+      receives_forward_ = way(before, after, kForward);
+      sends_backward_ = way(after, before, kBackward);
     }
   }
 }
@@ -176,7 +181,7 @@ void StageLanes::bring_buffers(const Share& share) {
     std::vector<StageBuffer> theirs;
     for (const StageBuffer& buffer : buffers_) {
       if (buffer.stage % members_.size() != owner) continue;
-      own.tensors.push_back(buffer.values.cpu());
+      if (owner == members_.index) own.tensors.push_back(buffer.values.cpu());
       theirs.push_back(buffer);
     }
     std::vector<int> others = members_.ranks;

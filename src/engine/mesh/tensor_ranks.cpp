@@ -125,7 +125,9 @@ bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::stri
   throw RuntimeFault(
       concat("[engine::forward] ranks ", first, " and ", first + different,
              " compute one model together (mesh.tensor ", count(),
-             ") but were given different inputs. Choose samples by engine.data_rank and "
+             ") but were given different inputs",
+             state_->tiers.computes.is_host() ? "" : ", or made different exchanges before",
+             ". Choose samples by engine.data_rank and "
              "engine.data_size, not by the rank"));
 }
 

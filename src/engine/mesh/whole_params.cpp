@@ -89,6 +89,7 @@ void WholeParams::write(int unit) {
       const at::Tensor whole = slot.param.detach().cpu().contiguous();
       executor_.broadcast(concat("written ", slot.name), whole.data_ptr(),
                           static_cast<int64_t>(whole.nbytes()));
+      if (slot.shown && !slot.param.is_cpu()) slot.param.detach().copy_(whole);
       if (one.here) part(*one.flat, slot).copy_(executor_.values().part_of(slot, whole));
       if (slot.shown) shown_[&slot].hash = ckpt::checksum(slot.param.detach());
     }
