@@ -113,7 +113,7 @@ def test_memory_of_messages_is_kept_while_it_is_used(steps, device_pools, tmp_pa
 def test_model_ranks_take_turns_with_the_lanes(strategy, device_pools, tmp_path, largest):
     """Sequence ranks are data ranks, so the simulated device compares the order of launches on the
     communicators of both."""
-    late(two("sequence", strategy, "llama", "two"), device_pools, tmp_path, largest, (100, 2000))
+    late(two("sequence", strategy, "llama", "two"), device_pools, tmp_path, largest, (100, 20000))
 
 
 # ---- the life of an engine
@@ -131,7 +131,7 @@ def started(axis, **options):
 
 def there(step=0, rank=0):
     parts = pipeline_models.parts(pipeline_models.batch(step, rank, 2), 2)
-    return [{name: one.to(on_device.device()) for name, one in part.items()} for part in parts]
+    return iter([{n: one.to(on_device.device()) for n, one in part.items()} for part in parts])
 
 
 def lives(axis, path):
@@ -141,7 +141,7 @@ def lives(axis, path):
     expected = sum(float(twin(**part)) for part in parts) / 2
     assert abs(float(engine.eval_batch(there())) - expected) < 1e-5
     engine.train_batch(there())
-    before = {name: one.clone() for name, one in engine.state_dict().items()}
+    before = {name: one.clone() for name, one in engine.state_dict(rank0_only=False).items()}
     with engine.gathered():
         assert all(
             torch.equal(one.detach().cpu(), before[n]) for n, one in model.named_parameters()
@@ -151,16 +151,18 @@ def lives(axis, path):
             with torch.no_grad():
                 model.blocks[0].up.weight.mul_(2)
                 model.blocks[3].down.weight.mul_(2)
-        doubled = engine.state_dict()
-    for name, one in engine.state_dict().items():
+        doubled = engine.state_dict(rank0_only=False)
+    for name, one in engine.state_dict(rank0_only=False).items():
         wanted = before[name] * (2 if name in ("blocks.0.up.weight", "blocks.3.down.weight") else 1)
         assert torch.equal(one, wanted) and torch.equal(doubled[name], wanted), name
     engine.save(path)
     engine.train_batch(there(1))
-    after = {name: one.clone() for name, one in engine.state_dict().items()}
+    after = {name: one.clone() for name, one in engine.state_dict(rank0_only=False).items()}
     engine.load(path)
     engine.train_batch(there(1))
-    assert all(torch.equal(one, after[name]) for name, one in engine.state_dict().items())
+    assert all(
+        torch.equal(one, after[name]) for name, one in engine.state_dict(rank0_only=False).items()
+    )
     engine.close()
     return {name: one.detach().cpu() for name, one in model.named_parameters()}
 
@@ -196,7 +198,7 @@ def trains_tied():
     def build():
         model = pipeline_models.build(layers=3, tied=True)
         model.tokens.weight.requires_grad_(False)
-        model.blocks[1].up = model.blocks[0].up
+        model.blocks[1].up.weight = model.blocks[0].up.weight
         return model
 
     on_device.schedule(0)
