@@ -60,7 +60,7 @@ class Channels {
   };
   const Groups& groups_;
   std::optional<comm::Channel> stage_, pipeline_;  // unset if there is one stage
-  std::map<std::vector<int>, Tied> tied_;  // keyed by the stages that hold the weights
+  std::map<std::vector<int>, Tied> tied_;          // keyed by the stages that hold the weights
 };
 
 }  // namespace penstock::exec

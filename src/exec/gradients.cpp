@@ -426,8 +426,7 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   slot.written |= made;
   // If the values are added up over model axes later, each rank gets an equal addend.
   const bool open = made || !rank_.grads_on_disk;
-  write(flat, *copy, slot, full,
-        factor / (open ? flat.placement.num_addends(rank_.mesh) : 1));
+  write(flat, *copy, slot, full, factor / (open ? flat.placement.num_addends(rank_.mesh) : 1));
 }
 
 void Gradients::write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor& full,

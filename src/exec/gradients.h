@@ -14,7 +14,8 @@
 
 namespace penstock::exec {
 
-// Collective over the ranks of `over`. Overwrites each rank's addends with the sums over these ranks.
+// Collective over the ranks of `over`. Overwrites each rank's addends with the sums over these
+// ranks.
 void add_up(const Channels::Addends& over, device::Address addends, Dtype dtype, int64_t numel,
             const comm::Label& label);
 

@@ -103,9 +103,7 @@ struct Rank {
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
   // Returns whether this rank counts its values of the flat ([Note: Model axes]).
-  bool counts(const Flat& flat) const {
-    return flat.placement.is_counted_by(mesh, group.rank());
-  }
+  bool counts(const Flat& flat) const { return flat.placement.is_counted_by(mesh, group.rank()); }
   // Returns the ranks of this stage whose parameters of the flat have the same values.
   const Members& replicas(const Flat& flat) const;
   // Both functions make the copies that a flat keeps for the whole run. They make resting copies

@@ -61,9 +61,8 @@ ReplicaEdits::ReplicaEdits(Rank& rank) : rank_(rank) {
         placements_[static_cast<size_t>(slot.number)] = &part.flat->placement;
         if (part.here) places_.push_back({&unit, part.flat, &slot});
       }
-      const bool known = std::any_of(different_.begin(), different_.end(), [&](const auto* one) {
-        return *one == part.flat->placement;
-      });
+      const bool known = std::any_of(different_.begin(), different_.end(),
+                                     [&](const auto* one) { return *one == part.flat->placement; });
       if (!known) different_.push_back(&part.flat->placement);
     }
   }

@@ -72,10 +72,10 @@ class ReplicaEdits {
   void settle();
 
   Rank& rank_;
-  std::vector<ReplicaPlace> places_;  // of this stage
+  std::vector<ReplicaPlace> places_;               // of this stage
   std::vector<const ModelPlacement*> placements_;  // by slot number, over all stages
   std::vector<const ModelPlacement*> different_;   // one of each kind in placements_
-  std::vector<uint32_t> agreed_;      // by place: the version counter at the last agreement
+  std::vector<uint32_t> agreed_;  // by place: the version counter at the last agreement
   // The sampled elements of each flat that rests whole, in the flat's memory.
   std::vector<std::pair<const Flat*, at::Tensor>> sampled_;
   int64_t turn_ = 0;  // number of agreements

@@ -52,7 +52,7 @@ void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slo
   if (rank.cell(Role::kGrad, Phase::kUpdate).tier != Tier::kDevice) arrive_on_host(rank, gradients);
   std::vector<const Slot*> slots;
   std::vector<double> squares;
-  std::vector<at::Tensor> there;      // sums of squares that are on the device
+  std::vector<at::Tensor> there;       // sums of squares that are on the device
   std::vector<size_t> slots_of_there;  // their indices in `squares`
   for (UnitState& unit : rank.units) {
     for (Flat& flat : unit.flats) {

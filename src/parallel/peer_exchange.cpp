@@ -32,10 +32,7 @@ Dtype dtype_of(const at::Tensor& values) {
 
 Peers::Peers(std::shared_ptr<Group> group, const Members& members, const char* lane,
              const device::Device& computes)
-    : group_(std::move(group)),
-      members_(members),
-      computes_(computes),
-      channel_(*group_, lane) {
+    : group_(std::move(group)), members_(members), computes_(computes), channel_(*group_, lane) {
   if (computes_.is_host() || !group_->device_groups() || size() == 1) return;
   channel_.use(members_, group_->connect_on_device(members_.ranks, computes_.where()));
   launches_.emplace(computes_.where());

@@ -10,8 +10,8 @@
 
 namespace penstock {
 
-// One flat of a unit. Its parameters have the same dtype and the same placement over the model axes,
-// and all train or all are frozen.
+// One flat of a unit. Its parameters have the same dtype and the same placement over the model
+// axes, and all train or all are frozen.
 struct FlatDesc {
   int64_t numel = 0;           // padded to a multiple of the number of data ranks
   Dtype dtype = Dtype::kFp32;  // the compute dtype

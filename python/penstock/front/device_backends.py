@@ -72,7 +72,8 @@ def _begins_in_order() -> bool:
     if torch.version.cuda is None:
         return False
     made = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    driver = torch._C._cuda_getDriverVersion()  # 12030 is 12.3
+    compiled: typing.Any = torch._C  # a build for CPUs lacks the function
+    driver = compiled._cuda_getDriverVersion()  # 12030 is 12.3
     return min(made, (driver // 1000, driver % 1000 // 10)) >= (12, 3)
 
 

@@ -122,13 +122,12 @@ bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::stri
       state_->model_ranks.tensor->peers().compare(inputs, others, draws);
   if (different < 0) return alike;
   const int first = state_->group->rank() - index();
-  throw RuntimeFault(
-      concat("[engine::forward] ranks ", first, " and ", first + different,
-             " compute one model together (mesh.tensor ", count(),
-             ") but were given different inputs",
-             state_->tiers.computes.is_host() ? "" : ", or made different exchanges before",
-             ". Choose samples by engine.data_rank and "
-             "engine.data_size, not by the rank"));
+  throw RuntimeFault(concat(
+      "[engine::forward] ranks ", first, " and ", first + different,
+      " compute one model together (mesh.tensor ", count(), ") but were given different inputs",
+      state_->tiers.computes.is_host() ? "" : ", or made different exchanges before",
+      ". Choose samples by engine.data_rank and "
+      "engine.data_size, not by the rank"));
 }
 
 const std::map<std::string, Cut>& TensorRanks::cuts() const {

@@ -30,7 +30,8 @@ Layout layout_of(TensorCut cut) {
   throw Bug("[engine::layout_of] unknown cut");
 }
 
-// Returns how the ranks of the model axes hold a parameter, from its cut and the stages that use it.
+// Returns how the ranks of the model axes hold a parameter, from its cut and the stages that use
+// it.
 ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stages,
                             const Mesh& mesh) {
   ModelPlacement place;
@@ -322,10 +323,9 @@ Budgets budgets_of(const Blueprint& blueprint, const Room& room, bool external_o
 Table settle(Blueprint& blueprint) {
   const Table table = table_of(blueprint.config, blueprint.model);
   for (const UnitDesc& unit : blueprint.model.units) {
-    const bool tied = std::any_of(unit.flats.begin(), unit.flats.end(),
-                                  [](const FlatDesc& flat) {
-                                    return flat.placement.is_partial(Axis::kPipeline);
-                                  });
+    const bool tied = std::any_of(unit.flats.begin(), unit.flats.end(), [](const FlatDesc& flat) {
+      return flat.placement.is_partial(Axis::kPipeline);
+    });
     if (!tied || !table.grads_wait_on_disk()) continue;
     throw ConfigError(concat("[engine::settle] \"", unit.name,
                              "\" has weights that several pipeline stages share (tied), so their "
