@@ -85,7 +85,8 @@ def late(case, pools, path, largest, delays_us=(400, 0)):
 
 
 def two(axis, *kinds):
-    return meshes.Case(((axis, 2),), *kinds)
+    """Two ranks that meet on the device."""
+    return meshes.Case(((axis, 2),), *kinds, "auto")
 
 
 HOST_SUMS = [
@@ -125,7 +126,7 @@ def started(axis, **options):
 
     on_device.schedule(0)
     model = training.moved(meshes.chain(**options), on_device.device())
-    case = meshes.Case(((axis, 2),), "zero1", "mlp", "two")
+    case = two(axis, "zero1", "mlp", "two")
     return penstock.initialize(model, case.config("") | {"clip": 0.0}), meshes.chain(**options)
 
 

@@ -375,14 +375,6 @@ BESIDE_A_DEVICE = [
         mesh("gradients_on_the_host"),
     ),
     Mutation(
-        "model ranks compare gradients that are on their way to the host",
-        "src/exec/updates.cpp",
-        "  if (rank.cell(Role::kGrad, Phase::kUpdate).tier != Tier::kDevice) "
-        "arrive_on_host(rank, gradients);\n",
-        "",
-        mesh("gradients_on_the_host"),
-    ),
-    Mutation(
         "memory of a message is used again while it is sent",
         MESSAGES,
         "  if (!values.is_cpu()) computes_.used_on(values.storage().data_ptr(), "

@@ -124,6 +124,7 @@ class Case:
     strategy: str
     model: str
     steps: str
+    backend: str = ""  # comm.backend; else one that depends on the name
 
     @property
     def name(self) -> str:
@@ -163,7 +164,7 @@ class Case:
             "mesh": {axis: size for axis, size in self.mesh if axis != "data"},
             "batch": {"accumulate": self.micro},
             "optimizer": {"type": "AdamW"} | ADAMW,
-            "comm": {"timeout_s": 60, "backend": back_ends.of_case(self.name)},
+            "comm": {"timeout_s": 60, "backend": self.backend or back_ends.of_case(self.name)},
             "units": {"layer_bytes": 1},
         }
         if self.model in ENDS_EVERYWHERE and self.size("pipeline") < 4:
