@@ -22,7 +22,7 @@ ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/
 WALK, PARAMS, FLAT = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/flat.cpp"
 GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
 STORE_GROUP = "src/comm/store_group.cpp"
-PEERS, MESSAGES = "src/parallel/peer_exchange.cpp", "src/parallel/tensor_messages.cpp"
+MESSAGES = "src/parallel/tensor_messages.cpp"
 STAGE_LANES = "src/engine/mesh/stage_lanes.cpp"
 ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
 DEVICE_STEP = "src/optim/device_step.cpp"
@@ -389,12 +389,5 @@ BESIDE_A_DEVICE = [
         "  // the lane allocated it\n",
         "",
         mesh("memory_of_messages"),
-    ),
-    Mutation(
-        "exchanges of model ranks take no turn among those of the lanes",
-        PEERS,
-        "    if (turn != nullptr) turn->wait();\n",
-        "",
-        mesh("take_turns"),
     ),
 ]
