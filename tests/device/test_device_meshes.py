@@ -112,8 +112,7 @@ def test_memory_of_messages_is_kept_while_it_is_used(steps, device_pools, tmp_pa
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero3 host"])
 def test_model_ranks_take_turns_with_the_lanes(strategy, device_pools, tmp_path, largest):
-    """Sequence ranks are data ranks, so the simulated device compares the order of launches on the
-    communicators of both."""
+    """Ranks launch up to 20 ms apart, on communicators of the lanes and of the sequence axis."""
     late(two("sequence", strategy, "llama", "two"), device_pools, tmp_path, largest, (100, 20000))
 
 
