@@ -29,7 +29,7 @@ $(BUILD_SETUP): requirements-build.txt tools/setup
 	@tools/setup --build $(PYTHON)
 	@touch $@
 
-$(SETUP): requirements-dev.txt | $(BUILD_SETUP)
+$(SETUP): requirements-dev.txt tools/setup | $(BUILD_SETUP)
 	@tools/setup $(PYTHON)
 	@touch $@
 

@@ -50,14 +50,7 @@ def test_enough_cases_and_the_sample_has_all():
     if on_device.NAME != "sim":
         return
     assert len(chosen(True)) >= 300
-    sample = chosen(False)
-    for of, wanted in (
-        (lambda one: dict(one.mesh), meshes.MESHES),
-        (lambda one: one.strategy, list(meshes.STRATEGIES)),
-        (lambda one: one.model, list(meshes.MODELS)),
-        (lambda one: one.steps, list(meshes.STEPS_OF)),
-    ):
-        assert all(any(of(one) == value for one in sample) for value in wanted)
+    test_meshes.check_has_all(chosen(False))
 
 
 # ---- what only some schedules of a device show

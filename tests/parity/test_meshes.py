@@ -41,8 +41,12 @@ def check(told, largest):
 
 def test_enough_cases_and_the_sample_has_all():
     cases = meshes.all_cases()
-    sample = cases[::STRIDE]
     assert len(cases) >= 400
+    check_has_all(cases[::STRIDE])
+
+
+def check_has_all(sample):
+    """Also of test_device_meshes.py."""
     for of, wanted in (
         (lambda one: dict(one.mesh), meshes.MESHES),
         (lambda one: one.strategy, list(meshes.STRATEGIES)),
