@@ -29,6 +29,24 @@ _KINDS: dict[str, Any] = {kind.name: kind for kind in _penstock.OPTIMIZER_KINDS}
 _LION: dict[str, Any] = _KINDS["Lion"].defaults
 
 
+def update_each(
+    optimizer: torch.optim.Optimizer,
+    closure: Callable[[], Any] | None,
+    update: Callable[[torch.Tensor, dict[str, Any]], None],
+) -> Any:
+    """Calls `update(parameter, group)` for each parameter that has a `.grad`, after the closure,
+    and returns the closure's loss."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                update(param, group)
+    return loss
+
+
 class Lion(torch.optim.Optimizer):
     """Lion (arXiv:2302.06675) with decoupled weight decay. Inside an engine its kernel computes it.
 
@@ -51,15 +69,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters that have a `.grad`, and returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
+        return update_each(self, closure, self._update)
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state, (first, second) = self.state[param], group["betas"]

@@ -54,16 +54,9 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters that have a `.grad`, and returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             refuse(type(self).__name__, True, group["amsgrad"])
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
+        return optimizer.update_each(self, closure, self._update)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Loads a state. torch's own method would cast the moments to the parameters' dtype."""
