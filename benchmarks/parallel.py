@@ -7,8 +7,9 @@ turns; ratios are taken round by round. "torch TP" is torch.distributed.tensor.p
 plan that transformers has for the model, embedding and head whole, under FSDP2 where there are data
 ranks; "AutoTP" is DeepSpeed's, with ZeRO-1 where there are data ranks, if that package can be
 imported; "whole" computes the whole model on every rank and exchanges nothing; "tensor" is
-Penstock, "cut logits" with its `parallel.cut_logits`, "sequence" with the sequences in parts. All
-have torch's AdamW or Penstock's. The loss gap is that to plain torch in one process.
+Penstock, "cut logits" with its `parallel.cut_logits`, "sequence" with the sequences in parts,
+"ring" with keys and values that travel around the ranks. All have torch's AdamW or Penstock's. The
+loss gap is that to plain torch in one process.
 
 Memory is measured apart, in processes of one trainer each: what their resident peak has above what
 they had before the model was built, the largest of all ranks.
@@ -42,6 +43,7 @@ PENSTOCK: dict[str, dict[str, Any]] = {
     "tensor": {},
     "cut logits": {"parallel": {"cut_logits": True}},
     "sequence": {},
+    "ring": {"parallel": {"sequence": "ring"}},
 }
 Step = Callable[[torch.Tensor], float]
 
@@ -144,7 +146,7 @@ def by_deepspeed(options: argparse.Namespace) -> Step:
 
 
 def by_penstock(name: str, options: argparse.Namespace) -> Step:
-    axis = "sequence" if name == "sequence" else "tensor"
+    axis = "sequence" if name in ("sequence", "ring") else "tensor"
     settings = {
         "strategy": "zero1",
         "mesh": {axis: options.tensor},

@@ -28,6 +28,7 @@ STRIDES = {
     "parity/fuzz/test_fuzz.py": 2,
     "parity/test_pipeline.py": 2,
     "parity/test_pipeline_state.py": 2,
+    "parity/test_tensor.py": 2,
     "parity/test_tensor_life.py": 2,
     "parity/test_transformers.py": 2,
     "parity/test_border_gradients.py": 2,

@@ -148,6 +148,9 @@ struct ParallelConfig {
   bool cut_logits = false;        // true: gathers logits of a "vocab" head only when they are read
   std::string norms =
       "whole";  // "tokens": between layers each tensor rank has a part of the tokens
+  // How sequence ranks compute attention: "heads" (each computes full sequences of some heads) or
+  // "ring" (each computes its tokens' queries, and keys and values travel around the ranks).
+  std::string sequence = "heads";
   // Rules that the first training forward checks against uncut modules: "own" (rules of the
   // config), "all" (also rules that come with the model) or "off".
   std::string verify = "own";

@@ -42,6 +42,7 @@ void bind_mesh_sections(py::module_& module) {
       .def_readonly("virtual_stages", &ParallelConfig::virtual_stages)
       .def_readonly("cut_logits", &ParallelConfig::cut_logits)
       .def_readonly("norms", &ParallelConfig::norms)
+      .def_readonly("sequence", &ParallelConfig::sequence)
       .def_readonly("verify", &ParallelConfig::verify);
 }
 

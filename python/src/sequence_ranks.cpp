@@ -17,6 +17,8 @@ void bind_sequence_ranks(py::module_& module) {
       .def_property_readonly("count", &SequenceRanks::count)
       .def("all_to_all", &SequenceRanks::all_to_all, py::arg("part"), py::arg("cut_dim"),
            py::arg("join_dim"), no_gil)
+      .def("ring_attention", &SequenceRanks::ring_attention, py::arg("query"), py::arg("key"),
+           py::arg("value"), py::arg("attended"), py::arg("scale"), no_gil)
       .def("sum_losses", &SequenceRanks::sum_losses, py::arg("addend"), no_gil)
       .def("compare", &SequenceRanks::compare, py::arg("inputs"), py::arg("others"), no_gil);
 }

@@ -516,6 +516,23 @@ void Channel::all_to_all(const Label& label, const Members& members, Address fro
   exchange(label);
 }
 
+void Channel::shift(const Label& label, const Members& members, Address from, Address to,
+                    int64_t bytes) {
+  if (members.size() == 1) return;
+  start();
+  sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
+  const int size = members.size();
+  const int next = (members.index + 1) % size, previous = (members.index + size - 1) % size;
+  if (DeviceCollectives* const back_end = on_device(members, from)) {
+    return queue(label, *from.device, *back_end, [&] {
+      back_end->shift(bytes_at(to, bytes), bytes_at(from, bytes), previous, next, size);
+    });
+  }
+  sends_.push_back({members.ranks[next], from, bytes});
+  receives_.push_back({members.ranks[previous], to, bytes});
+  exchange(label);
+}
+
 void Channel::collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes) {
   if (owners.size() == 1) return;
   start();

@@ -128,6 +128,10 @@ class Channel {
   // i. Each piece has `bytes` bytes. This rank's piece must already be in `to`.
   void all_to_all(const Label& label, const Members& members, device::Address from,
                   device::Address to, int64_t bytes);
+  // Sends `from` to the next member and receives the previous member's bytes in `to`. Member 0 is
+  // next after the last one.
+  void shift(const Label& label, const Members& members, device::Address from, device::Address to,
+             int64_t bytes);
   // Sends member 0's bytes to all members.
   void broadcast(const Label& label, const Members& members, device::Address data, int64_t bytes);
   // Sends all shards to the first owner. `owners` lists the rank of each shard, in order. On the

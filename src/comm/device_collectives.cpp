@@ -126,6 +126,17 @@ void DeviceCollectives::all_to_all(at::Tensor received, at::Tensor sent) {
   }
 }
 
+void DeviceCollectives::shift(at::Tensor received, at::Tensor sent, int from, int to, int size) {
+  c10d::AllToAllOptions options;
+  options.asyncOp = false;
+  std::vector<int64_t> receives(size), sends(size);
+  receives[from] = received.size(0);
+  sends[to] = sent.size(0);
+  if (const auto work = back_end_->alltoall_base(received, sent, receives, sends, options)) {
+    work->wait();
+  }
+}
+
 void DeviceCollectives::reduce_scatter(at::Tensor result, at::Tensor partial) {
   c10d::ReduceScatterOptions options;
   options.reduceOp = c10d::ReduceOp::SUM;

@@ -52,6 +52,8 @@ class DeviceCollectives {
   void all_gather(std::vector<Gather>& gathers);
   // Sends row i of `sent` to rank i and receives rank i's row in row i of `received`.
   void all_to_all(at::Tensor received, at::Tensor sent);
+  // Sends all of `sent` to rank `to` of `size` ranks and receives `received` from rank `from`.
+  void shift(at::Tensor received, at::Tensor sent, int from, int to, int size);
   // Writes this rank's row of the sum. The sum is computed in the dtype of `partial`.
   void reduce_scatter(at::Tensor result, at::Tensor partial);
   void broadcast(const at::Tensor& values);  // sends the group's first rank's values

@@ -151,6 +151,19 @@ at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t 
   return at::cat(received.unbind(0), join_dim);
 }
 
+at::Tensor Peers::shift(const at::Tensor& values, const comm::Label& label) {
+  check_memory(values);
+  const at::Tensor sent = values.contiguous();
+  if (size() == 1) return sent.clone();
+  const at::Tensor received = at::empty_like(sent);
+  if (sent.numel() == 0) return received;
+  exchange(sent, [&] {
+    channel_.shift(label, members_, device::address_of(sent, &computes_),
+                   device::address_of(received, &computes_), static_cast<int64_t>(sent.nbytes()));
+  });
+  return received;
+}
+
 // The ranks exchange only hashes. Host copies of the values are made one at a time.
 std::pair<int, bool> Peers::compare(const std::vector<at::Tensor>& values, const std::string& text,
                                     const std::string& other) {

@@ -62,6 +62,10 @@ class Peers {
   at::Tensor all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
                         const comm::Label& label);
 
+  // Sends `values` to the next rank, and returns the previous rank's. The last rank's next one is
+  // the first. All ranks' values have one shape and dtype.
+  at::Tensor shift(const at::Tensor& values, const comm::Label& label);
+
   // Compares `values` (bytes, sizes and dtypes), `text` and the exchanges on the device so far with
   // rank 0's. Returns the first rank that differs (< 0: none), and whether all ranks have the same
   // `other` text.

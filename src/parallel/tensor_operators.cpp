@@ -80,12 +80,7 @@ struct Kept : torch::CustomClassHolder {
         c10::IValue::make_capsule(c10::intrusive_ptr<Kept>::reclaim_copy(this));
   }
   static Kept& of(AutogradContext* context) {
-    // Autograd enables gradients in a backward only with create_graph.
-    if (at::GradMode::is_enabled()) {
-      throw RuntimeFault(
-          "[parallel::backward] operators of several tensor ranks have no second derivative "
-          "(create_graph)");
-    }
+    refuse_second_derivative();
     return static_cast<Kept&>(*context->saved_data["kept"].toCapsule());
   }
 };
@@ -244,6 +239,14 @@ struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFu
 };
 
 }  // namespace
+
+// Autograd enables gradients in a backward only with create_graph.
+void refuse_second_derivative() {
+  if (!at::GradMode::is_enabled()) return;
+  throw RuntimeFault(
+      "[parallel::backward] operators of several tensor ranks have no second derivative "
+      "(create_graph)");
+}
 
 at::Tensor replicate(const at::Tensor& whole, const OperatorPeers& peers) {
   return way(whole, Transfer::kNothing, Transfer::kSum, 0, peers);

@@ -29,6 +29,9 @@ struct OperatorPeers {
   Peers* operator->() const { return peers.get(); }
 };
 
+// Called by each backward. Throws RuntimeFault if it was started with create_graph.
+void refuse_second_derivative();
+
 at::Tensor replicate(const at::Tensor& whole, const OperatorPeers& peers);  // I to R; backward: sum
 // Like replicate(), but returns the previous result if this result came from the same value and is
 // still in use. So layers that read one value (queries, keys, values) sum its gradient in one

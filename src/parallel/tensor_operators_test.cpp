@@ -12,52 +12,14 @@
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
-#include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "penstock/cut.h"
+#include "src/parallel/thread_ranks.h"
 
 namespace penstock::parallel {
 namespace {
-
-using Tensors = std::vector<at::Tensor>;
-
-// Returns what body(peers) returns on each of `size` ranks, which are threads. Throws the first
-// error.
-std::vector<Tensors> on_ranks(int size, const std::function<Tensors(const OperatorPeers&)>& body) {
-  auto groups = Group::threads(size, std::chrono::seconds(20));
-  std::vector<Tensors> results(size);
-  std::vector<std::exception_ptr> errors(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      Members members;
-      for (int other = 0; other < size; ++other) members.ranks.push_back(other);
-      members.index = rank;
-      try {
-        results[rank] = body({std::make_shared<Peers>(groups[rank], members)});
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-      groups[rank]->close();
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
-  return results;
-}
-
-at::Tensor leaf(const at::Tensor& values) {
-  return values.detach().clone().set_requires_grad(true);
-}
-
-double apart(const at::Tensor& one, const at::Tensor& other) {
-  EXPECT_EQ(one.sizes(), other.sizes());
-  return one.to(at::kDouble).sub(other.to(at::kDouble)).abs().max().item<double>();
-}
 
 at::Tensor part(const at::Tensor& whole, int64_t dim, int rank, int size) {
   const int64_t own = whole.size(dim) / size;

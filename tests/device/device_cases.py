@@ -126,7 +126,7 @@ def new_memory() -> None:
         torch.accelerator.synchronize(1)
         return late
 
-    sim.set_delays_us(1000, 1000)
+    sim.set_delays_us(20000, 20000)  # longer than a busy machine needs to make memory
     for waits, size in ((False, 9 << 20), (True, 17 << 20)):  # which nobody has asked for before
         sim.set_allocations_wait(waits)
         for options in ({"device": "sim:0"}, {"pin_memory": True}):

@@ -122,24 +122,6 @@ def _config(**more: Any) -> dict[str, Any]:
     return base | more
 
 
-def refused() -> None:
-    """Ranks that can exchange host memory only."""
-    cases = {
-        "2 tensor ranks": {"tensor_parallel": {"autotp_size": 2}},
-        "2 sequence ranks": {"sequence_parallel_size": 2},
-        "2 pipeline stages": {"train_batch_size": 4},
-    }
-    for what, more in cases.items():
-        with drop_in() as ds:
-            layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
-            model = torch.nn.Sequential(*layers)
-            if "stages" in what:
-                model = ds.PipelineModule(layers=layers, num_stages=2, loss_fn=torch.sum)
-            text = f"{what} cannot train on a device yet.*Set DS_ACCELERATOR=cpu"
-            with pytest.raises(ValueError, match=text):
-                ds.initialize(model=model, config=_config(**more))
-
-
 def collectives() -> None:
     """On device and host tensors, in the group that init_distributed() would make."""
     with drop_in() as ds:

@@ -13,6 +13,7 @@ import pytest
 DROP_IN = pathlib.Path(__file__).parents[1] / "drop_in"
 sys.path.append(str(DROP_IN))
 
+import model_ranks  # noqa: E402 - of that folder
 import record  # noqa: E402 - of that folder
 
 pytestmark = pytest.mark.skipif(on_device.NAME != "sim", reason="it lends the device a name")
@@ -72,6 +73,20 @@ def test_scripts_of_frameworks(script, recorded, tmp_path, request):
         _compare(found[case], recorded[script][case], case)
 
 
+LIMITS = {"gradients": 1e-6, "losses": 1e-5, "norms": 1e-5, "weights": 1e-5, "evaluated": 1e-5}
+
+
+@pytest.mark.parametrize("kind", ("tensor", "sequence", "pipe"))
+def test_ranks_of_one_model(kind):
+    names = [name for name in model_ranks.CASES if name.startswith(kind)]
+    found = _run("model_ranks.py", names, None, _OURS | _OWN_NAME)
+    for name in names:
+        told = found[name]
+        assert "error" not in told, (name, told)
+        assert told["device"] == "sim:0", name
+        assert "weights" in told and all(told.get(one, 0) < LIMITS[one] for one in LIMITS), told
+
+
 def test_lightning_modules(tmp_path, request):
     if not request.config.getoption("full"):
         pytest.skip("a script of a framework takes its time on simulated devices: with --full")
@@ -87,7 +102,7 @@ def test_accelerator(drop_in_pools):
     assert drop_in_pools(2).run(drop_in_ranks.accelerator) == [[], []]
 
 
-CALLS = ("chosen", "refused", "collectives", "loader")
+CALLS = ("chosen", "collectives", "loader")
 
 
 @pytest.mark.parametrize("call", CALLS)

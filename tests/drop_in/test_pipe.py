@@ -19,7 +19,7 @@ MEASURES = ("losses", "evaluated", "weights", "closed", "buffers")
 
 def far(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(
-        float((a - b).detach().norm() / b.detach().norm().clamp_min(1e-12))
+        float((a.cpu() - b).detach().norm() / b.detach().norm().clamp_min(1e-12))
         for a, b in zip(ours, theirs, strict=True)
     )
 
@@ -29,7 +29,7 @@ def names_of(model: torch.nn.Module) -> list[str]:
 
 
 def initial_of(model: Any) -> list[torch.Tensor]:
-    return [one.detach().clone() for one in model.whole.parameters()]
+    return [one.detach().cpu().clone() for one in model.whole.parameters()]
 
 
 def trained(kind: str, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +60,7 @@ def trained(kind: str, options: dict[str, Any], config: dict[str, Any]) -> dict[
         "buffers": far([*buffers, torch.ones(1)], [*plain["buffers"], torch.ones(1)]),
         "counts": counts,
         "moved": far(plain["weights"], initial),
+        "device": str(engine.device),
     }
 
 

@@ -147,6 +147,7 @@ def trained(kind: str, rows: str, stage: int, size: int) -> dict[str, Any]:
         "weights": _far(weights, theirs["weights"]),
         "told": told,
         "after": known._get_sequence_parallel_world_size(),
+        "device": str(engine.device),
     }
 
 
@@ -162,7 +163,7 @@ def _apart(ours: list[float], theirs: list[float]) -> float:
 
 def _far(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     assert set(theirs) <= set(ours)
-    return max(float((ours[one] - theirs[one]).abs().max()) for one in theirs)
+    return max(float((ours[one].cpu() - theirs[one]).abs().max()) for one in theirs)
 
 
 @pytest.mark.parametrize(("kind", "rows", "stage", "size", "ranks"), [

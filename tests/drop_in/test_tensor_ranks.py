@@ -132,6 +132,7 @@ def built(kind: str) -> nn.Module:
 def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+    ids = ids.to(next(model.parameters()).device)
     found = model(ids)
     logits = getattr(found, "logits", found)
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -179,12 +180,13 @@ def trained(case: str, stage: int, tensor: int, **zero: int) -> dict[str, Any]:
         "after": after,
         "rules": dict(cut),
         "strategy": [told.strategy, told.mesh.node],
+        "device": str(engine.device),
     }
 
 
 def _far(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     assert set(theirs) <= set(ours)
-    return max(float((ours[one] - theirs[one]).abs().max()) for one in theirs)
+    return max(float((ours[one].cpu() - theirs[one]).abs().max()) for one in theirs)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

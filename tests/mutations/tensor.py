@@ -28,6 +28,7 @@ def around(test: str) -> Pytest:
 
 
 TOKENS = Pytest(("tests/parity/test_token_parts.py",))
+RING = gtest("src/parallel/parallel_test", "RingAttention.*")
 
 
 def checked(test: str) -> Pytest:
@@ -208,6 +209,29 @@ OVER_TENSOR_RANKS = [
         "        mask = mask & torch.ones(padded, padded, dtype=torch.bool).tril()\n"
         "        return mask | ~mask.any(-1, keepdim=True)\n",
         around("padding"),
+    ),
+    Mutation(
+        "gradients of keys and values stop one rank before their own",
+        "src/parallel/ring_attention.cpp",
+        "      travelling_grad = peers.shift(travelling_grad, ring.peers.label);\n",
+        "      if (hops + 1 < peers.size()) {\n"
+        "        travelling_grad = peers.shift(travelling_grad, ring.peers.label);\n"
+        "      }\n",
+        RING,
+    ),
+    Mutation(
+        "keys that a mask hides are those of the rank that looks",
+        "src/parallel/ring_attention.cpp",
+        "at::cat({attended[0][owner], attended[1][owner]}, 1);",
+        "at::cat({attended[0][peers->rank()], attended[1][peers->rank()]}, 1);",
+        RING,
+    ),
+    Mutation(
+        "tokens of a ring are in the order of heads",
+        "python/penstock/parallel/sequence_parallel.py",
+        "own = [index, chunks - 1 - index] if self._ring else [index]",
+        "own = [2 * index, 2 * index + 1] if self._ring else [index]",
+        Pytest(("tests/parity/test_sequence.py", "-k", "ring and gpt2")),
     ),
     Mutation(
         "torch's fast path computes with a part of a layer",

@@ -4,6 +4,7 @@ makes of the same batches. The cases of test_meshes.py."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -183,6 +184,8 @@ class Case:
         cut = self.size("tensor") > 1 and self.model not in WHOLE_HEADS
         if cut and self.steps in ("two", "eight"):
             made["parallel"] = made.get("parallel", {}) | {"cut_logits": True}
+        if self.size("sequence") > 1 and self.steps in ("two", "eight"):
+            made["parallel"] = made.get("parallel", {}) | {"sequence": "ring"}
         if self.cuts_tokens:
             made["parallel"] = made.get("parallel", {}) | {"norms": "tokens"}
         if self.size("pipeline") > self.micro:
@@ -222,7 +225,13 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def plain(case: Case, steps: int = STEPS) -> dict[str, Any]:
-    """By one process."""
+    """By one process. It depends neither on the strategy nor on the ranks that share a model."""
+    alike = Case((("data", case.size("data")),), "ddp", case.model, case.steps)
+    return plain_once(alike, steps)
+
+
+@functools.cache
+def plain_once(case: Case, steps: int) -> dict[str, Any]:
     model = MODELS[case.model][0]()
     params = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(params, **ADAMW)

@@ -56,6 +56,8 @@ def compared(kind: str, strategy: str, mesh: Any, extra: Any, config: Any) -> di
 
 S2, S4 = {"sequence": 2}, {"sequence": 4}
 RECOMPUTED = {"activations": {"checkpoint": "unit"}}
+RING = {"parallel": {"sequence": "ring"}}
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
 CASES = [
     ("llama", "zero3", 2, S2, {}, {}),
     ("llama", "zero1", 4, S4, {}, {}),  # more ranks than keys and values
@@ -68,13 +70,39 @@ CASES = [
     ("qwen3", "zero3", 2, S2, {}, RECOMPUTED),
     ("phi3", "zero3", 2, S2, {}, {}),
     ("gpt2", "zero3", 4, S4, {}, RECOMPUTED),
+    ("llama", "zero3", 2, S2, {}, RING),
+    ("llama", "zero1", 4, S4, ONE_HEAD, RING),  # more ranks than heads
+    ("llama", "zero3", 4, S2, {}, RING | RECOMPUTED),  # two data ranks
+    ("llama", "zero2", 4, {"sequence": 2, "tensor": 2}, {"vocab_size": 67}, RING | RECOMPUTED),
+    ("llama", "zero3", 2, S2, {}, RING | {"tiling": {"max_bytes": 2048, "loss_tokens": 8}}),
+    ("mistral", "ddp", 2, S2, {"sliding_window": 40}, RING),
+    ("qwen2", "hpz", 4, {"sequence": 2, "node": 2}, {}, RING),
+    ("qwen3", "zero3", 2, S2, {}, RING | RECOMPUTED),
+    ("phi3", "zero3", 2, S2, {}, RING),
+    ("gpt2", "zero3", 4, S4, {}, RING | RECOMPUTED),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (*case[:4], *case[5]))))
 def test_trains(case, pools):
     kind, strategy, world, *others = case
     hf.check(pools(world).run(compared, kind, strategy, *others))
+
+
+def under_autocast() -> float:
+    """How far a loss is from that of plain torch, in units of it."""
+    engine = hf.start("zero1", hf.build("llama"), {"mesh": S4} | RING)
+    batch = batch_of("llama", 0, 0, 12, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = engine(**batch).loss
+        theirs = hf.build("llama")(**batch).loss
+    engine.backward(ours)
+    engine.close()
+    return float((ours / theirs - 1).abs().detach())
+
+
+def test_a_ring_under_autocast(pools):
+    assert max(pools(4).run(under_autocast)) < 1e-2
 
 
 # ---- what cannot be cut
@@ -105,6 +133,10 @@ def the_model_itself(engine):
     engine.module(**batch_of("llama", 0, 0, 12, False))
 
 
+def dropped(engine):
+    engine(**batch_of("llama", 0, 0, 12, False))
+
+
 def refused(story: Any, config: Any, extra: Any) -> str:
     model = hf.build("llama", **extra)
     try:
@@ -132,7 +164,11 @@ REFUSED = [
     (unknown, {}, {}, '"cache_position" cannot be cut'),
     (the_model_itself, {}, {}, "Call the engine, not the model"),
     (packed, {}, {"attn_implementation": "eager"}, 'attention is "eager"'),
-    (packed, {}, {"num_attention_heads": 1, "num_key_value_heads": 1}, "has 1 attention heads"),
+    (packed, {}, ONE_HEAD, "has 1 attention heads"),
+    (packed, RING, {}, "position_ids that restart"),
+    (other_sequences, RING, {}, "have parts of the same sequences"),
+    (by_place, RING, {"attention_dropout": 0.1}, "pass inputs by name"),
+    (dropped, RING, {"attention_dropout": 0.1}, "does not support dropout of attention weights"),
 ]
 
 

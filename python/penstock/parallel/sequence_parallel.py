@@ -1,9 +1,10 @@
 """Sequence parallelism: each rank has a part of the tokens of the same samples.
 
-Each rank of `mesh.sequence` computes its part of every sequence. Around attention the ranks
-exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each rank has full
-sequences of some heads. The C++ core runs the exchanges (`_penstock.SequenceRanks`); this module
-makes transformers models call them.
+Each rank of `mesh.sequence` computes its part of every sequence. In attention the ranks exchange
+tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each rank has full sequences of some
+heads, or keys and values travel around the ranks ("parallel.sequence": "ring", arXiv:2310.01889).
+The C++ core runs the exchanges (`_penstock.SequenceRanks`); this module makes transformers models
+call them.
 """
 
 import copy
@@ -36,6 +37,7 @@ class SequenceParallel:
         if self._count == 1:
             return
         self._model, self._tensor = model, config.mesh.tensor
+        self._ring = config.parallel.sequence == "ring"
         self._check()
         self._ranks = _penstock.SequenceRanks(core)
         self._modules = {module for _, module in module_tree.modules_of(model)}
@@ -71,6 +73,8 @@ class SequenceParallel:
                 "the rotary embedding depends on the sequence length, and a rank has only a part "
                 "of the sequence"
             )
+        if self._ring:
+            return
         heads = config.num_attention_heads  # type: ignore[union-attr]
         keys = getattr(config, "num_key_value_heads", None) or heads
         own, own_keys = heads // self._tensor, max(1, keys // self._tensor)
@@ -78,7 +82,8 @@ class SequenceParallel:
             self._refuse(
                 f"the model has {own} attention heads and {own_keys} key and value heads (on "
                 f'each tensor rank). Both must be multiples of "mesh.sequence"; the number of key '
-                f"and value heads may also be a divisor of it"
+                f'and value heads may also be a divisor of it. With "parallel.sequence": "ring" '
+                f"any numbers are allowed"
             )
 
     # ---- a forward
@@ -137,18 +142,22 @@ class SequenceParallel:
                 f"[front::forward] with mesh.sequence > 1, attention covers full sequences of "
                 f"{length} tokens, but this model's attention window is {window} tokens"
             )
-        padded = -(-length // self._count) * self._count
+        chunks = 2 * self._count if self._ring else self._count
+        padded = -(-length // chunks) * chunks
         self._mask = self._whole_mask(batch.pop("attention_mask", None), first, padded)
         if "labels" in batch:
             self._count_labels(batch)
         positions = torch.arange(padded, device=first.device).expand(first.shape[0], -1)
         batch.setdefault("position_ids", positions)
-        own = padded // self._count
+        index = self._ranks.index
+        # A ring's first chunks have less to compute than its last ones, so each rank gets one of
+        # each ([Note: Zigzag] in ring_attention.h).
+        own = [index, chunks - 1 - index] if self._ring else [index]
         for name in (*_ALONG_TOKENS, "shift_labels"):
             if torch.is_tensor(batch.get(name)):
                 fill = _IGNORED if "labels" in name else 0
-                whole = _padded(batch[name], padded, fill)
-                batch[name] = whole.narrow(1, self._ranks.index * own, own).contiguous()
+                parts = _padded(batch[name], padded, fill).chunk(chunks, dim=1)
+                batch[name] = torch.cat([parts[chunk] for chunk in own], dim=1)
         return batch
 
     def _count_labels(self, batch: dict[str, Any]) -> None:
@@ -175,7 +184,8 @@ class SequenceParallel:
 
     def _whole_mask(self, given: Any, first: torch.Tensor, padded: int) -> torch.Tensor | None:
         """Returns the mask [batch, 1, tokens, tokens] bool, True if the first token attends to the
-        second one. None: a token attends to itself and all tokens before it."""
+        second one. None: a token attends to itself and all tokens before it. For a ring:
+        [batch, tokens], True if later tokens attend to the token."""
         if given is not None and given.dim() != 2:
             raise ConfigError(
                 f"[front::forward] attention_mask has {given.dim()} dims, not the 2 of "
@@ -183,7 +193,10 @@ class SequenceParallel:
             )
         if given is None or bool(given.bool().all()):
             return None  # padding comes last, so no token attends to it
-        mask = _padded(given.bool(), padded, False)[:, None, None, :].expand(-1, 1, padded, -1)
+        attended = _padded(given.bool(), padded, False)
+        if self._ring:
+            return attended
+        mask = attended[:, None, None, :].expand(-1, 1, padded, -1)
         # If a token comes before the first unmasked one, it attends to no token, and torch returns
         # zeros for it.
         return mask & torch.ones(padded, padded, dtype=torch.bool, device=first.device).tril()
@@ -236,6 +249,8 @@ class SequenceParallel:
             raise ConfigError(
                 "[front::forward] with mesh.sequence > 1, a position bias is not supported yet"
             )
+        if self._ring:
+            return self._in_ring(query, key, value, mask, options), None
         count, exchange = self._count, self._ranks.all_to_all
         if key.shape[1] % count:  # fewer key heads than ranks
             more = count // key.shape[1]
@@ -250,6 +265,23 @@ class SequenceParallel:
             if groups is not None:
                 module.num_key_value_groups = groups
         return exchange(output, 1, 2), weights
+
+    def _in_ring(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        if options.get("dropout"):
+            raise ConfigError(
+                '[front::forward] "parallel.sequence": "ring" does not support dropout of '
+                'attention weights. Set the model\'s attention dropout to 0, or use "heads"'
+            )
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        output: torch.Tensor = self._ranks.ring_attention(query, key, value, mask, scale)
+        return output.transpose(1, 2)
 
 
 class _Attention:

@@ -49,6 +49,7 @@ constexpr auto kKeys = std::to_array<ConfigKey>({
      "\"row_tokens\""},
     {"/parallel/cut_logits", kPython},
     {"/parallel/norms", kPython},
+    {"/parallel/sequence", kPython},
     {"/parallel/verify", kPython},
     {"/parallel", nullptr},
 });

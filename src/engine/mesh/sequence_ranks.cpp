@@ -3,6 +3,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/engine/step/core_state.h"
+#include "src/parallel/ring_attention.h"
 #include "src/parallel/tensor_operators.h"
 
 namespace penstock {
@@ -20,6 +21,16 @@ at::Tensor SequenceRanks::all_to_all(const at::Tensor& part, int64_t cut_dim,
   state_->check_open("forward");
   static const comm::Label kLabel("tokens for heads");
   return parallel::all_to_all(part, cut_dim, join_dim, {state_->model_ranks.sequence, kLabel});
+}
+
+at::Tensor SequenceRanks::ring_attention(const at::Tensor& query, const at::Tensor& key,
+                                         const at::Tensor& value,
+                                         const std::optional<at::Tensor>& attended,
+                                         double scale) const {
+  state_->check_open("forward");
+  static const comm::Label kLabel("keys and values");
+  return parallel::ring_attention(query, key, value, attended, scale,
+                                  {state_->model_ranks.sequence, kLabel});
 }
 
 at::Tensor SequenceRanks::sum_losses(const at::Tensor& addend) const {

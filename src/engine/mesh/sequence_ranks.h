@@ -1,11 +1,12 @@
 #pragma once
 // SequenceRanks: ranks that each have a part of the same sequences (config key "mesh.sequence").
-// For attention they exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509). Docs:
-// docs/parallel.md.
+// For attention they exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), or keys and
+// values travel around them (ring attention, arXiv:2310.01889). Docs: docs/parallel.md.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,11 @@ class PENSTOCK_API SequenceRanks {
   // `cut_dim` and has all of `join_dim`. Throws c10::Error if the size along `cut_dim` is not
   // divisible by count().
   at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim) const;
+  // Returns this rank's part of the causal attention over full sequences. Shapes and parts are
+  // those of src/parallel/ring_attention.h. `attended` [batch, tokens] bool: keys that may be
+  // attended to.
+  at::Tensor ring_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const std::optional<at::Tensor>& attended, double scale) const;
   // Returns the loss: the sum of the ranks' addends. `addend` []: the summed losses of this rank's
   // tokens, divided by the number of tokens of all ranks. The engine then averages gradients over
   // these ranks as over data ranks.

@@ -106,9 +106,9 @@ void parse_names(const ConfigSection& section, const std::string& key, const std
 
 // Styles are checked later, when the modules are known (src/parallel/tensor_rules.h).
 void parse_parallel(const Json& value, Config* config) {
-  const ConfigSection section(
-      value, "parallel",
-      {"rules", "stages", "schedule", "virtual_stages", "cut_logits", "norms", "verify"});
+  const ConfigSection section(value, "parallel",
+                              {"rules", "stages", "schedule", "virtual_stages", "cut_logits",
+                               "norms", "sequence", "verify"});
   ParallelConfig& parallel = config->parallel;
   parse_names(section, "stages", "a list of module names, such as [\"transformer.h.6\"]",
               &parallel.stages);
@@ -116,6 +116,7 @@ void parse_parallel(const Json& value, Config* config) {
   section.read_int("virtual_stages", &parallel.virtual_stages, 1, "a whole number >= 1");
   section.read("cut_logits", &parallel.cut_logits);
   parallel.norms = section.choice("norms", parallel.norms, {"whole", "tokens"});
+  parallel.sequence = section.choice("sequence", parallel.sequence, {"heads", "ring"});
   parallel.verify = section.choice("verify", parallel.verify, {"own", "all", "off"});
   if (parallel.virtual_stages > 1 && parallel.schedule == "1f1b")
     fail(
@@ -533,6 +534,11 @@ void Config::resolve(int world_size) {
   if (mesh.tensor == 1 && of_tensor_ranks != nullptr) {
     throw ConfigError(concat("[plan::Config::resolve] \"parallel.", of_tensor_ranks,
                              "\" is set, but \"mesh.tensor\" is 1, so nothing is cut"));
+  }
+  if (mesh.sequence == 1 && parallel.sequence != "heads") {
+    throw ConfigError(
+        "[plan::Config::resolve] \"parallel.sequence\" is set, but \"mesh.sequence\" is 1, so "
+        "sequences are not cut");
   }
   if (!monitor.machine.empty()) read_machine(monitor.machine, Machine());
   resolve_mesh(world_size, &mesh);

@@ -68,6 +68,7 @@ Json json_of(const ParallelConfig& parallel) {
           {"virtual_stages", parallel.virtual_stages},
           {"cut_logits", parallel.cut_logits},
           {"norms", parallel.norms},
+          {"sequence", parallel.sequence},
           {"verify", parallel.verify}};
 }
 

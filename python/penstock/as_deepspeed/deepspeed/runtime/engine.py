@@ -42,7 +42,6 @@ from .engine_checkpoints import EngineCheckpoints
 from .engine_settings import EngineSettings
 from .engine_setup import (
     check_arguments,
-    check_device,
     device_of,
     dtypes_of_buffers,
     optimizer_of,
@@ -229,7 +228,6 @@ class DeepSpeedEngine(
                 '[deepspeed::initialize] "sequence_parallel_size" is not supported with tensor '
                 "ranks: use penstock.initialize(), which supports both"
             )
-        check_device(self, native.get("mesh", {}))
         native["batch"] = {**native.get("batch", {}), "reduction": self._reduction}
         rules = rules_of(
             self._model,

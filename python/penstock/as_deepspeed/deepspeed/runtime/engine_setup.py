@@ -158,21 +158,6 @@ def device_of(args: Any) -> torch.device:
     return rank_device(None if number is None or int(number) < 0 else int(number))
 
 
-def check_device(engine: Any, mesh: Any) -> None:
-    """Refuses tensor ranks, stages and sequence ranks if the model trains on a device."""
-    sizes = {
-        "tensor ranks": mesh.get("tensor", 1),
-        "pipeline stages": mesh.get("pipeline", 1),
-        "sequence ranks": max(mesh.get("sequence", 1), engine._config.sequence_parallel_size),
-    }
-    found = [f"{size} {kind}" for kind, size in sizes.items() if size > 1]
-    if found and engine.device.type != "cpu":
-        raise ConfigError(
-            f"[deepspeed::initialize] {', '.join(found)} cannot train on a device yet, and this "
-            f"machine has {engine.device.type!r}. Set DS_ACCELERATOR=cpu to train on the CPU"
-        )
-
-
 def check_arguments(engine: Any, reduction: str) -> None:
     """Refuses what DeepSpeed refuses, and summed gradients in a pipeline."""
     is_made = isinstance(engine.client_lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
