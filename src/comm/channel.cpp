@@ -22,6 +22,18 @@ using device::Address;
 
 namespace {
 
+RuntimeFault lost_peer(Group& group, const trace::Recorder* recorder, const Position& position,
+                       const std::string& error) {
+  Board* const board = group.board();
+  const std::string verdict = is_difference(error) ? error : group.roll_call(error);
+  const std::string text = is_difference(verdict)
+                               ? verdict
+                               : concat("[comm::exchange] rank ", group.rank(), " lost a peer at ",
+                                        position.text(), ": ", verdict);
+  return RuntimeFault(concat(text, board == nullptr ? "" : board->report(text),
+                             recorder == nullptr ? "" : trace::dump(*recorder)));
+}
+
 uint64_t mix(uint64_t hash, uint64_t value) {
   return hash_text({reinterpret_cast<const char*>(&value), sizeof(value)}, hash);
 }
@@ -167,19 +179,8 @@ void Channel::meet(const Label& label, const Run& run) {
   try {
     run(tag);
   } catch (const std::exception& error) {
-    throw lost(position, reason(error));
+    throw lost_peer(group_, recorder.get(), position, reason(error));
   }
-}
-
-RuntimeFault Channel::lost(const Position& position, const std::string& error) {
-  Board* const board = group_.board();
-  const std::string verdict = is_difference(error) ? error : group_.roll_call(error);
-  const std::string text = is_difference(verdict)
-                               ? verdict
-                               : concat("[comm::exchange] rank ", group_.rank(), " lost a peer at ",
-                                        position.text(), ": ", verdict);
-  return RuntimeFault(concat(text, board == nullptr ? "" : board->report(text),
-                             recorder == nullptr ? "" : trace::dump(*recorder)));
 }
 
 // Queues a collective of a device on this thread's stream.
@@ -191,9 +192,9 @@ void Channel::queue(const Label& label, const device::Device& device, DeviceColl
   try {
     back_end.run(position, device.current(), collective);
   } catch (const Aborted& error) {
-    throw lost(position, error.what());
+    throw lost_peer(group_, recorder.get(), position, error.what());
   } catch (const c10::DistError& error) {
-    throw lost(position, reason(error));
+    throw lost_peer(group_, recorder.get(), position, reason(error));
   }
 }
 

@@ -162,7 +162,6 @@ class Channel {
   void exchange(uint32_t tag);
   template <class Run>
   void meet(const Label& label, const Run& run);
-  RuntimeFault lost(const Position& position, const std::string& error);
   DeviceCollectives* on_device(const Members& members, device::Address buffer);
   void queue(const Label& label, const device::Device& device, DeviceCollectives& back_end,
              const std::function<void()>& collective);

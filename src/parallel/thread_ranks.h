@@ -1,9 +1,12 @@
 #pragma once
 // For tests: the ranks of one operator are threads of this process.
 #include <ATen/core/Tensor.h>
-#include <gtest/gtest.h>
+#include <c10/util/Exception.h>
 
+#include <chrono>
+#include <exception>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -45,7 +48,7 @@ inline at::Tensor leaf(const at::Tensor& values) {
 }
 
 inline double apart(const at::Tensor& one, const at::Tensor& other) {
-  EXPECT_EQ(one.sizes(), other.sizes());
+  TORCH_CHECK(one.sizes() == other.sizes(), one.sizes(), " beside ", other.sizes());
   return one.to(at::kDouble).sub(other.to(at::kDouble)).abs().max().item<double>();
 }
 

@@ -124,7 +124,9 @@ def trained(kind: str, rows: str, stage: int, size: int) -> dict[str, Any]:
     )
     losses, norms, gradients = [], [], {}
     for index, part in enumerate(loader):
-        loss = loss_of(engine, part, mpu.get_sequence_parallel_group())
+        here = {name: one.to(engine.device) if torch.is_tensor(one) else one
+                for name, one in part.items()}  # fmt: skip
+        loss = loss_of(engine, here, mpu.get_sequence_parallel_group())
         engine.backward(loss)
         losses.append(loss.detach())
         if index == size - 1:

@@ -228,7 +228,11 @@ class PipelineEngine(DeepSpeedEngine):
         if self._auto_cast:
             inputs = _tree.tree_map(_halved, inputs)
         labels = given[1] if len(given) > 1 else None
+        inputs, labels = _tree.tree_map(self._on_device, (inputs, labels))
         return MicroBatch(inputs, tuple(labels) if isinstance(labels, list) else labels)
+
+    def _on_device(self, value: Any) -> Any:
+        return value.to(self.device) if torch.is_tensor(value) else value
 
     # ---- training
 
