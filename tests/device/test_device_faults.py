@@ -84,7 +84,7 @@ def raise_on_one(where, strategy, offload):
     [("forward", "zero3", ""), ("backward", "zero3", "all"), ("backward", "ddp", "")],
 )
 def test_weights_come_back(where, strategy, offload, device_pools):
-    outcomes = device_pools(2).run(raise_on_one, where, strategy, OFFLOAD[offload], timeout=60)
+    outcomes = device_pools(2).run(raise_on_one, where, strategy, OFFLOAD[offload], timeout=180)
     waited, raised = outcomes
     assert raised == "ValueError: this rank's data is bad"
     assert waited.startswith("RuntimeFault: ") and "rank 1" in waited
@@ -114,8 +114,8 @@ def raise_after_step(strategy, raises):
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_what_is_published_arrives(strategy, device_pools):
     pool = device_pools(2)
-    undisturbed = pool.run(raise_after_step, strategy, False, timeout=60)
-    disturbed = pool.run(raise_after_step, strategy, True, timeout=60)
+    undisturbed = pool.run(raise_after_step, strategy, False, timeout=180)
+    disturbed = pool.run(raise_after_step, strategy, True, timeout=180)
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert all(one.equal(other) for one, other in zip(before, after, strict=True))
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import training
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 # By full: the first case and the stride.
 STEPS = 4
 CHOSEN = {True: (1, 3), False: (77, 87)}

@@ -114,7 +114,7 @@ def ended(script: str) -> tuple[int, str]:
     limits = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
     # From Python 3.12 on there is a warning of forks beside threads.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", limits + setup + script]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240)
     return process.returncode, process.stdout + process.stderr
 
 

@@ -68,7 +68,7 @@ def outcomes(configs):
         input="".join(json.dumps(one) + "\n" for one in configs),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock._native import _penstock
 from penstock.monitor.deepspeed_config import SECTIONS, get_monitor_config
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 UPDATES = 4
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 6}}
 NAMES = {"loss": "train_loss", "lr": "lr", "scale": "loss_scale"}
@@ -296,7 +296,7 @@ for _ in range(3):
 
 def test_a_script_that_just_ends(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     for found in (in_csv(tmp_path / "job"), in_tensorboard(tmp_path / "job")):

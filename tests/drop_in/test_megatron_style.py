@@ -15,7 +15,7 @@ from pipe_models import deepspeed
 from ranks import Failure
 from torch import nn
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 STEPS, MICRO, LIMIT = 3, 4, 1e-5
 
 

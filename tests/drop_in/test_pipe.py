@@ -12,7 +12,7 @@ import pytest
 import torch
 from pipe_models import MICRO
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 STEPS, LIMIT = 3, 1e-5
 MEASURES = ("losses", "evaluated", "weights", "closed", "buffers")
 

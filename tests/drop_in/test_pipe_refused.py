@@ -10,7 +10,7 @@ import torch
 from pipe_models import MICRO
 from ranks import Failure
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 
 def hands_on_text() -> str:

@@ -13,7 +13,7 @@ from pipe_models import VOCAB, WIDTH
 from raised import raised
 from torch import nn
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 LIMIT = 1e-6
 
 

@@ -10,7 +10,7 @@ import torch
 from pipe_models import deepspeed
 from test_tensor_ranks import CASES, built, config_of
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 
 def _parts(numel: int) -> dict[str, Any]:

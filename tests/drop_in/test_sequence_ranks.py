@@ -18,7 +18,7 @@ from torch.nn import functional
 
 ULYSSES = "runtime.sequence_parallel.ulysses_sp"
 STATE = "runtime.sequence_parallel.parallel_state_sp"
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 VOCAB, ROWS, LENGTH, STEPS, CLIP = 24, 2, 8, 10, 0.5
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -77,7 +77,7 @@ def found(cases: list[list[object]], *, beside: str = "") -> list[object]:
         input=json.dumps(cases),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from raised import raised
 from torch import nn
 from torch.nn import functional
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 WIDTH = 6
 

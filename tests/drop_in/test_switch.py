@@ -14,7 +14,7 @@ def _python(code, **env):
         env=base | env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
 

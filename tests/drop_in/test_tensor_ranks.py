@@ -13,7 +13,7 @@ from pipe_models import deepspeed
 from torch import nn
 from torch.nn import functional
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 VOCAB, WIDTH, ROWS, LENGTH, STEPS, CLIP = 24, 16, 2, 5, 20, 0.5
 # A key's bias has no gradient: 8e-18 in fp64, rounding in fp32, of which the default eps of 1e-8
 # makes steps. Up to 5e-3 of them is apart then, in plain torch's fp32 from its own fp64, too.

@@ -10,7 +10,7 @@ from pipe_models import deepspeed
 from torch import nn
 from torch.nn import functional
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 WIDTH, TOKENS, VOCAB = 8, 7, 11
 
 

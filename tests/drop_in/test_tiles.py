@@ -14,7 +14,7 @@ from test_sharded_models import WIDTH, Net, config, gap
 from torch import nn
 from torch.nn import functional
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 TILES = [
     (5, 4, 1, 1, True, {}),

@@ -239,9 +239,9 @@ def outcomes_of(pool, name, strategy, seed, **place):
     fault = FAULTS[name]
     offload, accelerated = place.get("offload", {}), place.get("accelerated", False)
     pool.start(suffer, name, strategy, offload, accelerated, place.get("tensor", 1))
-    pool.notes("ready", timeout=60)
+    pool.notes("ready", timeout=240)
     if fault.first == FIRST:
-        pool.notes("training", timeout=60)
+        pool.notes("training", timeout=240)
     if fault.signum:
         # The moment is the test's parameter.
         time.sleep(random.Random(f"{name}{strategy}{seed}").uniform(0.0, 0.5))

@@ -102,7 +102,7 @@ class Pool:
     def __init__(self, world: int):
         self.world = world
         self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=240)
         )
         context = multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
@@ -116,7 +116,7 @@ class Pool:
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
-        self.notes("ready", timeout=90)
+        self.notes("ready", timeout=240)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Begins function(*args), which must be importable, on every rank."""
@@ -157,7 +157,7 @@ class Pool:
         the time is up is missing."""
         return self._receive(ranks, ("value", "failure"), timeout)
 
-    def attempt(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def attempt(self, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
         """Runs the function on all ranks; what it returned, or a Failure, by rank."""
         self.start(function, *args)
         got = self.outcomes(set(range(self.world)), timeout)
@@ -171,7 +171,7 @@ class Pool:
             )
         return [got[rank] for rank in range(self.world)]
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
         """Runs the function on all ranks; what it returned, by rank. Raises with all traces if any
         rank failed; the pool is then used up."""
         outcomes = self.attempt(function, *args, timeout=timeout)
@@ -185,7 +185,7 @@ class Pool:
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
-    def close(self, timeout: float = 20) -> list[int | None]:
+    def close(self, timeout: float = 120) -> list[int | None]:
         """Ends the ranks; their exit codes. A rank that is not gone in time is killed."""
         for connection in self.connections:
             try:

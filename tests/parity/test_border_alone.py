@@ -218,7 +218,7 @@ def one_more(strategy, accumulate, what, rank):
 def test_one_more(strategy, accumulate, what, rank, pools):
     """A backward or a forward after the window's last backward, on one rank only, ends at once on
     all ranks; the window is dropped and the next one trains."""
-    outcome = pools(2).run(one_more, strategy, accumulate, what, rank, timeout=30)
+    outcome = pools(2).run(one_more, strategy, accumulate, what, rank, timeout=180)
     begun = "forward" if what == "forward" and strategy == "zero3" else "backward"
     for said, _ in outcome:
         assert said.count("after the last backward of the accumulation window") == 1

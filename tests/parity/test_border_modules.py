@@ -346,7 +346,7 @@ def units_that_ranks_run_unequally():
 
 
 def test_units_that_ranks_run_unequally(pools):
-    outcomes = pools(2).attempt(units_that_ranks_run_unequally, timeout=60)
+    outcomes = pools(2).attempt(units_that_ranks_run_unequally, timeout=180)
     for one in outcomes:
         assert one.is_a("RuntimeFault"), one.trace
         assert '"units.modules"' in one.text and '"units.layer_bytes"' in one.text, one.text

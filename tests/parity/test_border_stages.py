@@ -12,7 +12,7 @@ import torch
 from test_pipeline_life import LIMIT, far, start, weights_of
 from test_pipeline_state import SCHEDULES
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 MICRO = 4
 

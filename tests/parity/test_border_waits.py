@@ -103,7 +103,7 @@ def uneven(strategy, transport, end, first):
 )
 def test_uneven(transport, end, first, pools):
     """Both ranks name both calls. close() gathers the weights, also after such an error."""
-    outcome = pools(2).run(uneven, "zero3", transport, end, first, timeout=100)
+    outcome = pools(2).run(uneven, "zero3", transport, end, first, timeout=240)
     for rank, said in enumerate(outcome):
         if end == "close" and rank == first:
             assert said == ""  # it waited for the other rank to close, too
@@ -114,7 +114,7 @@ def test_uneven(transport, end, first, pools):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_uneven_where_weights_are_whole(strategy, pools):
-    for said in pools(2).run(uneven, strategy, "shm", "step", 0, timeout=100):
+    for said in pools(2).run(uneven, strategy, "shm", "step", 0, timeout=240):
         assert "different numbers of backwards" in said
 
 
@@ -221,7 +221,7 @@ def raised(strategy, what):
     ("what", "strategy"), [(what, one) for what in RAISED for one in RAISED[what][1]]
 )
 def test_raised(what, strategy, pools):
-    own, other = pools(2).run(raised, strategy, what, timeout=100)[::-1]
+    own, other = pools(2).run(raised, strategy, what, timeout=240)[::-1]
     _, _, did, error = RAISED[what]
     assert error in own
     assert f"rank 1 {did}" in other
@@ -310,12 +310,12 @@ def begins(what):
 @pytest.mark.parametrize("what", BEGINS)
 def test_begins(what, pools):
     """Rank 1 alone cannot begin. Afterwards all ranks can."""
-    other, own = pools(2).run(begins, what, timeout=100)
+    other, own = pools(2).run(begins, what, timeout=240)
     assert BEGINS[what][1] in own
     assert "[front::initialize] rank 1, for which this rank waited, raised " in other
     assert BEGINS[what][1] in other
 
 
 def test_begins_alike(pools):
-    for said in pools(2).run(begins, "alike", timeout=100):
+    for said in pools(2).run(begins, "alike", timeout=240):
         assert said.startswith("[plan::Config::parse]")

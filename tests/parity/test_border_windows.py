@@ -54,7 +54,7 @@ def late_on_one_rank(strategy, accumulate, reads):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_late_on_one_rank(strategy, accumulate, reads, pools):
-    gradients, state = pools(2).run(late_on_one_rank, strategy, accumulate, reads, timeout=40)[0]
+    gradients, state = pools(2).run(late_on_one_rank, strategy, accumulate, reads, timeout=240)[0]
     model = models.fill(Twice())
     optimizer = torch.optim.SGD(model.parameters(), lr=SGD["lr"])
     for step in range(3):

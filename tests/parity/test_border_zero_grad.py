@@ -116,7 +116,7 @@ def overridden(strategy, make):
 @pytest.mark.parametrize("make", EXACT)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_overridden(strategy, make, pools):
-    calls, state = pools(2).run(overridden, strategy, make, timeout=100)[0]
+    calls, state = pools(2).run(overridden, strategy, make, timeout=240)[0]
     model = build()
     optimizer = make(model.parameters())
     expected = loop(model, optimizer, data, lambda loss: loss.backward(), optimizer.step)
@@ -196,6 +196,6 @@ def refused(what):
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused(what, pools):
-    for failure in pools(2).attempt(refused, what, timeout=100):
+    for failure in pools(2).attempt(refused, what, timeout=240):
         assert isinstance(failure, Failure), failure
         assert REFUSED[what][2] in failure.text

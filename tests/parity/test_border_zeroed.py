@@ -102,7 +102,7 @@ def zeroed(strategy, made, call, accumulate, offload):
 
 def check(pool, strategy, made, call, accumulate=1, offload=None):
     run = (strategy, made, call, accumulate, offload or {})
-    state = pool.run(zeroed, *run, timeout=60)[0]
+    state = pool.run(zeroed, *run, timeout=180)[0]
     model = models.fill(Parts())
     optimizer = OPTIMIZERS[made](model.parameters())
     clear = CALLS["optimizer" if call == "engine" else call]

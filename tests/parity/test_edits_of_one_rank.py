@@ -61,7 +61,7 @@ def edited(what, by, module, wide):
 
 
 def check(pools, *run):
-    outcomes = pools(2).attempt(edited, *run, timeout=60)
+    outcomes = pools(2).attempt(edited, *run, timeout=180)
     assert all(isinstance(outcome, Failure) for outcome in outcomes), outcomes
     text = outcomes[run[1]].text
     assert (
@@ -103,6 +103,6 @@ def refused_step(strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_refused_step(strategy, pools):
-    for text, said in pools(2).run(refused_step, strategy, timeout=60):
+    for text, said in pools(2).run(refused_step, strategy, timeout=180):
         assert "has different values on rank" in text and "max_norm" in text
         assert said == []

@@ -145,7 +145,7 @@ def backward_raises(strategy, what, others):
 
 
 def check(pools, strategy, what, others):
-    applied, read, state = pools(2).run(backward_raises, strategy, what, others, timeout=60)[0]
+    applied, read, state = pools(2).run(backward_raises, strategy, what, others, timeout=180)[0]
     script, accumulate = SCRIPTS[what]
     plain = Plain(accumulate)
     expected, gradients = follow(plain, script)
@@ -213,7 +213,7 @@ def engine_raises(strategy, follows):
 @pytest.mark.parametrize("follows", ["forward", "step", "full_grads"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_engine_raises(strategy, follows, pools):
-    said, state = pools(2).run(engine_raises, strategy, follows, timeout=60)[0]
+    said, state = pools(2).run(engine_raises, strategy, follows, timeout=180)[0]
     assert "was changed in place" in said[0]
     assert len(said) == 3
     for text in said[1:]:
@@ -241,7 +241,7 @@ def uneven(strategy):
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_uneven(strategy, pools):
     """The sum of what all ranks gave, or an error on each rank."""
-    outcomes = pools(2).attempt(uneven, strategy, timeout=60)
+    outcomes = pools(2).attempt(uneven, strategy, timeout=180)
     if all(isinstance(outcome, Failure) for outcome in outcomes):
         assert all("an error" in outcome.text for outcome in outcomes), outcomes
         return

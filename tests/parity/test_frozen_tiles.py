@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 WIDTH, ROWS, STEPS, ACCUMULATE = 8, 12, 2, 2
 TILES = {"tiling": {"max_bytes": 256}}
 HELD = {"table": {"param": {"hold": "RR@device:fp32"}}}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(480)
 HELD = {"table": {"param": {"hold": "RR@device:fp32"}}}
 
 

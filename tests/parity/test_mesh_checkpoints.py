@@ -12,7 +12,7 @@ import hugging_face as hf
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(480)
 LIMIT = 1e-5
 WORLD, MICRO = 4, 4  # samples of a step, over all data ranks
 

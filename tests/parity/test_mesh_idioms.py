@@ -13,7 +13,7 @@ import transformers
 from models import fill
 from torch import nn
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 LIMIT = 1e-5
 VOCAB, WIDTH, LENGTH, ROWS = 31, 16, 8, 4
 

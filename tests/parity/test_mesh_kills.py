@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from ranks import Failure
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 DAILY, ALL = 3, 50
 TIMEOUT_S = 10
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "zero3 disk"]

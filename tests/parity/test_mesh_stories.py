@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 DAILY = 16
 LENGTH = 10  # things that are done
 LIMIT = 2e-5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import meshes
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 FIRST_LIMIT, EACH_LIMIT, WEIGHT_LIMIT = 1e-6, 1e-4, 1e-5
 SAMPLED_STEPS = 6
 STRIDE = 39  # which the numbers of strategies, models and kinds of steps have no part with

@@ -9,7 +9,7 @@ import pipeline_models as models
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 GRADIENT_LIMIT, WEIGHT_LIMIT = 1e-6, 1e-5
 STEPS = 3
 

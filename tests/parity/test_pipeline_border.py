@@ -14,7 +14,7 @@ from test_pipeline_life import LIMIT, far, plain_steps, start, weights_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 
 class Beside(models.Block):

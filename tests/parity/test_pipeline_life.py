@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import Failure
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 LIMIT = 1e-5
 STRATEGIES = ["ddp", "zero2", "zero3"]
 

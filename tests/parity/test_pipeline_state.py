@@ -11,7 +11,7 @@ import torch
 from test_pipeline_life import LIMIT, far, plain_steps, start, weights_of
 from torch import nn
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 INTERLEAVED = {"parallel": {"schedule": "interleaved", "virtual_stages": 2}}
 SCHEDULES = [{}, INTERLEAVED, {"parallel": {"schedule": "gpipe"}}]
 

@@ -13,7 +13,7 @@ import rule_models as rm
 import torch
 from models import fill
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 LIMIT = 1e-5
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Failure
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 
 def batch_of(kind: str, step: int, rank: int, length: int, padded: bool) -> dict[str, Any]:

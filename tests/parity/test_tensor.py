@@ -11,7 +11,7 @@ import pytest
 import training
 from training import Case
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 
 def pytest_generate_tests(metafunc):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 ODD = {"vocab_size": 67}  # which no number of ranks divides
 

@@ -18,7 +18,7 @@ from ranks import Failure
 from tensor_models import Parts
 from torch import nn
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 LIMIT = 1e-5
 STRATEGIES = ["ddp", "zero2", "zero3"]
 BATCHES = [batch for batch in zoo.batches("parts", 2)][:6]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import Failure
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 
 def start(kind: str = "llama", strategy: str = "zero3", **parallel: Any) -> Any:

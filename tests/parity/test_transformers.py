@@ -21,7 +21,7 @@ import transformers
 from hugging_face import KINDS, batch, build, check, prompts
 from ranks import Failure
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 both = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 RECOMPUTED = {"activations": {"checkpoint": "unit"}}
 

@@ -44,7 +44,7 @@ def wait_for(condition, seconds=60.0):
 
 def command(*args):
     run = [sys.executable, "-m", "penstock", *args]
-    return subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(run, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def run(tmp_path):
         yield launcher
         (tmp_path / "go").touch()
         (tmp_path / "end").touch()
-        assert launcher.wait(timeout=60) == 0
+        assert launcher.wait(timeout=240) == 0
     finally:
         launcher.kill()
         launcher.wait()

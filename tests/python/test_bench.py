@@ -59,7 +59,7 @@ def folder(tmp_path):
 
 
 def ended(process):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     return out
 
@@ -69,7 +69,7 @@ def test_a_bench_that_is_stopped_leaves_nothing(ranks, tmp_path):
     process = start(tmp_path, "bench", "--nproc", str(ranks), "--seconds", "600")
     assert process.stdout.readline().startswith("[1/")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+    process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM
     assert not survivors(tmp_path) and not os.listdir(tmp_path)
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_measured_is_said_first(words, said, tmp_path, monkeypatc
 
 def test_a_rank_that_fails_fails_the_command(tmp_path):
     process = start(tmp_path, "run", "--nproc", "2", "--module", "penstock.bench", "--width", "100")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 2 and "--width 100" in err
     assert not survivors(tmp_path)
 

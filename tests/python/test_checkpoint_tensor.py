@@ -13,7 +13,7 @@ import torch
 import training
 from test_api import initialize
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 # Ranks, tensor ranks.
 MESHES = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (4, 2)]
 LAYOUTS = [("ddp", "none"), ("zero1", "host"), ("zero3", "none"), ("zero3", "disk")]

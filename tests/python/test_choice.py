@@ -214,7 +214,7 @@ def test_the_choice_is_printed_once(tmp_path):
         """)
     )
     command = [sys.executable, "-m", "penstock", "run", "--nproc", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('offload chosen: optimizer "none", params "none"') == 1, done.stderr
     assert "device and host together 1.00 GiB" in done.stderr

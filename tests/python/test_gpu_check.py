@@ -204,7 +204,7 @@ def run_benchmark(tmp_path, script, *arguments):
     path = tmp_path / "figures.json"
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--device", "sim"]
     done = subprocess.run(
-        [*command, *arguments, "--json", str(path)], capture_output=True, text=True, timeout=120
+        [*command, *arguments, "--json", str(path)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text(encoding="utf-8")), done.stdout

@@ -267,7 +267,7 @@ def found(tmp_path_factory):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -40,7 +40,7 @@ class Launcher:
 
     def run(self, script: str, *options: str) -> subprocess.CompletedProcess[str]:
         process = self.start(script, *options)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def survivors(self) -> list[psutil.Process]:
@@ -110,7 +110,12 @@ def test_lines_on_one_terminal_are_whole(launcher):
     path.write_text(textwrap.dedent(script), encoding="utf-8")
     command = [sys.executable, "-m", "penstock", "run", *TWO, str(path)]
     made = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=True,
     )
     lines = made.stdout.splitlines()
     assert {line for line in lines if line} == {"0" * 20, f"[rank 1] {'1' * 20}"}
@@ -135,7 +140,7 @@ def test_two_nodes_meet_at_the_endpoint(launcher):
     script = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))"
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
     nodes = [launcher.start(script, *options, str(node)) for node in range(2)]
-    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     assert outputs == ["0 0 2\n", "1 0 2\n"]
 
@@ -190,7 +195,7 @@ def test_signal_to_launcher_ends_all(launcher, signum):
     process = launcher.start(MEET + "meet(); print('met', flush=True); time.sleep(600)\n", *TWO)
     assert process.stdout.readline() == "met\n"
     process.send_signal(signum)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 128 + signum
     assert err.splitlines()[-1] == f"penstock run: stopped by {signum.name}"
 
@@ -201,6 +206,6 @@ def test_killed_launcher_takes_its_ranks_along(launcher):
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive

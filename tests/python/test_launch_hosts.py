@@ -126,7 +126,7 @@ def test_ranks_of_both_hosts_sum(run, launcher):
         pytest.skip(f"{launcher} is not installed")
     chosen = f"{two_hosts.HOSTS[0]}@{two_hosts.HOSTS[1]}:1"
     process = run.start("sums.py", *ODD, launcher=launcher, options=("--include", chosen))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     expected = [
         f"rank {rank} of 3: 7 {place} x y; $z {ODD}"
@@ -142,7 +142,7 @@ def test_a_killed_rank_ends_both_hosts(run):
     process = run.start("sums.py", "wait", options=("--num_gpus", "1"))
     run.wait_for(2, process)
     os.kill(run.pid(1), signal.SIGKILL)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGKILL, err
     assert "rank 1 was killed by signal 9 (SIGKILL)" in err
     assert not run.survivors()
@@ -152,7 +152,7 @@ def test_a_signal_ends_both_hosts(run):
     process = run.start("waits.py")
     run.wait_for(4, process)
     process.send_signal(signal.SIGINT)  # ip has become the launcher
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT, err
     assert err.splitlines()[-1] == "penstock run: stopped by SIGINT"
     assert not run.survivors()
@@ -165,7 +165,7 @@ def test_a_killed_launcher_leaves_nothing(run, launcher):
     process = run.start("waits.py", launcher=launcher)
     run.wait_for(4, process)
     process.kill()
-    process.communicate(timeout=40)  # the fixture looks for survivors
+    process.communicate(timeout=240)  # the fixture looks for survivors
 
 
 def test_a_broken_connection_ends_the_run(run):
@@ -178,7 +178,7 @@ def test_a_broken_connection_ends_the_run(run):
     ]
     assert len(clients) == 1
     clients[0].kill()
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=240)
     assert process.returncode in (255, 128 + signal.SIGKILL), err
     assert not run.survivors()
 
@@ -206,7 +206,7 @@ print("alone", sys.argv[1:], flush=True)
     nodes = [p for p in run.survivors() if "--end-with-stdin" in p.cmdline()]
     lost = [p for p in nodes if p.name() != "ssh" and "--node-rank 1" in " ".join(p.cmdline())]
     lost[0].kill()
-    out, err = process.communicate(timeout=40)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "alone ['--local_rank=0']" in out
     assert "the run goes on without it" in err
@@ -220,7 +220,7 @@ def test_a_host_that_cannot_be_reached_is_named(run):
         capture_output=True,
         text=True,
         cwd=run.folder,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 2
     assert "[launch::check_ssh] ssh without a password does not reach pst-none (" in done.stderr

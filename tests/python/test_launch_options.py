@@ -36,7 +36,7 @@ def start(folder: pathlib.Path, *words: str, script: str = SAY, **settings):
 
 def finish(process) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -67,7 +67,7 @@ def test_the_deepspeed_command(tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=60,
+        timeout=240,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     logs = sorted((tmp_path / "logs" / "new").iterdir())

@@ -69,7 +69,7 @@ def slurm():
 def mpi():
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (openmpi-bin)")
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30)
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=240)
     if "Open MPI" not in said.stdout:
         pytest.skip(f"mpirun is another one: {said.stdout[:80]}")
     return AS_ROOT if os.geteuid() == 0 else {}
@@ -83,7 +83,7 @@ def start(folder: pathlib.Path, words: list[str], env: dict[str, str]):
         text=True,
         cwd=folder,
         env=os.environ | env | {"OMP_NUM_THREADS": "1"},
-        timeout=60,
+        timeout=240,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -163,7 +163,7 @@ def test_a_killed_launcher_leaves_nothing(launcher, tmp_path, request):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=240)
     deadline = time.monotonic() + 10
     while left := [path for path in tmp_path.glob("pid*") if alive(path)]:
         assert time.monotonic() < deadline, left

@@ -129,7 +129,7 @@ for step in range(20):
     engine.step()
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=240
     )
     assert done.stdout.split() == [word for step in range(1, 21) for word in ("row", str(step))]
     assert done.stderr.count("step ") == 20

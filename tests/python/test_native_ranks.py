@@ -35,7 +35,7 @@ def said(command, **environment):
         capture_output=True,
         text=True,
         env=places | {"OMP_NUM_THREADS": "1"} | AS_ROOT | environment,
-        timeout=120,
+        timeout=240,
     )
 
 

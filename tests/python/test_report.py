@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("report")
     (place / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "penstock", "run", "--nproc", "2"]
-    subprocess.run([*command, str(place / "train.py"), str(place)], check=True, timeout=120)
+    subprocess.run([*command, str(place / "train.py"), str(place)], check=True, timeout=240)
     return place / "run"
 
 
@@ -148,14 +148,14 @@ def test_in_a_browser(width, scheme, folder, tmp_path):
         [*command, "--dump-dom", (tmp_path / "r.html").as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     check(Drawn(dump.stdout), folder)
     picture = tmp_path / "shot.png"
     subprocess.run(
         [*command, f"--screenshot={picture}", (tmp_path / "r.html").as_uri()],
         capture_output=True,
-        timeout=120,
+        timeout=240,
     )
     assert picture.stat().st_size > 20_000
 
@@ -170,7 +170,7 @@ def test_the_report_of_the_demo(width, tmp_path):
         [*command, "--dump-dom", (tmp_path / "r.html").as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     drawn = Drawn(dump.stdout)
     check_run(drawn, DEMO)
@@ -181,7 +181,7 @@ def test_the_report_of_the_demo(width, tmp_path):
 def test_a_picture_for_a_page(folder, tmp_path):
     out = tmp_path / "made" / "report.png"
     command = [sys.executable, report_picture.__file__, str(folder), str(out)]
-    subprocess.run([*command, "--width", "600", "--top", "300"], check=True, timeout=120)
+    subprocess.run([*command, "--width", "600", "--top", "300"], check=True, timeout=240)
     with Image.open(out) as made:
         assert made.size == (1200, 1800) and made.mode == "P"
         red, green, blue = made.convert("RGB").getpixel((3, 3))
@@ -192,7 +192,7 @@ def test_a_picture_for_a_page(folder, tmp_path):
 
 def test_a_picture_of_no_run(tmp_path):
     command = [sys.executable, report_picture.__file__, str(tmp_path), str(tmp_path / "a.png")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "is not the folder of a run" in done.stderr
 
 

@@ -88,7 +88,7 @@ def test_memory_beside_the_ledger_is_small_and_named(name, tmp_path):
     command = [sys.executable, "-m", "penstock", "run", "--nproc", "2", str(script)]
     done = subprocess.run(
         [*command, json.dumps(config), str(result)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(result.read_text())

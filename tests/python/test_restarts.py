@@ -79,7 +79,7 @@ def launch(script, folder, *options, nproc=3, steps=STEPS, pause=0.0, result="we
     )
 
 
-def finish(run, timeout=90):
+def finish(run, timeout=240):
     try:
         said, _ = run.communicate(timeout=timeout)
     finally:
@@ -204,7 +204,7 @@ def test_a_lost_node_is_done_without(script, tmp_path):
             break
     time.sleep(1.5)
     runs[1].kill()  # the node, and with it its rank
-    said = "".join(seen) + finish(runs[0], timeout=120)
+    said = "".join(seen) + finish(runs[0], timeout=240)
     assert runs[0].returncode == 0, said
     assert "done 40" in said
     runs[1].stdout.close()

@@ -26,7 +26,7 @@ NATIVE = "penstock._penstock"
 def probe(words, names, cwd=None):
     made = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(names), *words],
-        capture_output=True, text=True, timeout=120, check=True, cwd=cwd,
+        capture_output=True, text=True, timeout=240, check=True, cwd=cwd,
     )  # fmt: skip
     *printed, last = made.stdout.splitlines()
     code, loaded = json.loads(last)
@@ -78,7 +78,7 @@ def test_commands_that_need_no_torch(tmp_path):
 
 def run(code):
     made = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
     )
     return made.stdout.split()
 

@@ -64,7 +64,7 @@ def status(*args):
         [sys.executable, "-m", "penstock", "status", *args],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -98,7 +98,7 @@ class Run:
 
     def end(self):
         (self.folder / "go").touch()
-        code = self.process.wait(timeout=90)
+        code = self.process.wait(timeout=240)
         self.reader.join()
         return code
 

@@ -204,7 +204,7 @@ def run(place, *command):
     (place / "script.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
     words = [sys.executable, "-m", *command, str(place / "script.py")]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=env)
     assert (done.returncode, done.stdout) == (0, "done 4\n"), done.stderr
     return done.stderr
 

@@ -291,7 +291,7 @@ class Terminal:
     def end(self):
         """Its exit code, when it has left the terminal as it was."""
         self.read("\x1b[?25h\x1b[?1049l")
-        code = self.process.wait(timeout=60)
+        code = self.process.wait(timeout=240)
         assert termios.tcgetattr(self.side) == self.before
         return code
 
@@ -389,7 +389,7 @@ def test_it_ends_with_the_run(run, place_of_run):
     """Ends the run, so it is the last of those that look at it."""
     with terminal(place_of_run / "run") as shown, terminal(run.pid) as by_launcher:
         (place_of_run / "go").touch()
-        assert run.wait(timeout=90) == 0
+        assert run.wait(timeout=240) == 0
         shown.read("has ended")
         assert shown.end() == 0
         rows = (place_of_run / "run/metrics.jsonl").read_text().splitlines()
@@ -437,7 +437,7 @@ def test_ranks_that_are_started_again_are_followed(tmp_path):
                 (tmp_path / "end").touch()
                 shown.read("the run has ended")
                 assert shown.end() == 0
-            assert process.wait(timeout=90) == 0
+            assert process.wait(timeout=240) == 0
         finally:
             process.kill()
 

@@ -22,7 +22,7 @@ from models import fill
 from test_fuzz import seeds
 from torch import nn
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 DAILY = "0-9"
 LIMIT = 1e-5
 
