@@ -28,7 +28,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
-constexpr int64_t kMaxScores = int64_t{1} << 22;  // that exist at a time, outside fused kernels
 
 // The scores of this rank's queries with the keys of one rank. Only the queries from `first_query`
 // on and the first `num_keys` keys have any. `causal`: the parts are the same tokens, so a query
@@ -68,7 +67,14 @@ struct Scores {
   bool causal = false;
   double scale = 1.0;
 
-  bool is_fused() const { return query.is_cpu() && !attended.defined(); }
+  // torch's fused kernel for the CPU requires this of its caller.
+  bool is_fused() const {
+    return query.is_cpu() && !attended.defined() && query.size(-1) == value.size(-1) &&
+           query.stride(-1) == 1;
+  }
+  // The most scores that exist at a time if the kernel is not fused: 16 MiB on the CPU, 128 MiB on
+  // an accelerator, where small groups of queries would leave it idle.
+  int64_t max_scores() const { return int64_t{1} << (query.is_cpu() ? 22 : 25); }
 };
 
 struct Attended {
@@ -84,7 +90,7 @@ void by_queries(const Scores& scores, const Body& body) {
   const int64_t num_keys = keys.size(-1), num_queries = query.size(2);
   const int64_t of_one = std::max<int64_t>(1, query.size(0) * query.size(1) * num_keys);
   const int64_t step =
-      std::clamp<int64_t>(kMaxScores / of_one, 1, std::max<int64_t>(1, num_queries));
+      std::clamp<int64_t>(scores.max_scores() / of_one, 1, std::max<int64_t>(1, num_queries));
   for (int64_t first = 0; first < num_queries; first += step) {
     const int64_t count = std::min(step, num_queries - first);
     at::Tensor made = at::matmul(query.narrow(2, first, count), keys).mul_(scores.scale);
@@ -255,21 +261,25 @@ struct RingFunction : torch::autograd::Function<RingFunction> {
 // Returns the values in the dtype in which torch's attention computes under autocast.
 at::Tensor cast_by_autocast(const at::Tensor& values) {
   const at::DeviceType type = values.device().type();
-  if (!at::autocast::is_autocast_enabled(type)) return values;
+  const bool casts = at::autocast::is_autocast_enabled(type) && values.scalar_type() != at::kDouble;
+  if (!casts) return values;
   return values.to(at::autocast::get_autocast_dtype(type));
 }
 
 }  // namespace
 
-at::Tensor ring_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                          const std::optional<at::Tensor>& attended, double scale,
-                          const OperatorPeers& peers) {
+at::Tensor ring_attention(const at::Tensor& given_query, const at::Tensor& given_key,
+                          const at::Tensor& given_value, const std::optional<at::Tensor>& attended,
+                          double scale, const OperatorPeers& peers) {
+  const at::Tensor query = cast_by_autocast(given_query), key = cast_by_autocast(given_key),
+                   value = cast_by_autocast(given_value);
   const int64_t tokens = query.size(2), ranks = peers->size();
   TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && tokens % 2 == 0 &&
                   key.size(2) == tokens && value.size(2) == tokens &&
                   key.size(1) == value.size(1) && key.size(-1) == query.size(-1) &&
                   query.size(1) % key.size(1) == 0 && query.size(0) == key.size(0) &&
-                  query.size(0) == value.size(0),
+                  query.size(0) == value.size(0) && key.scalar_type() == query.scalar_type() &&
+                  value.scalar_type() == query.scalar_type(),
               "[parallel::ring_attention] query ", query.sizes(), ", key ", key.sizes(),
               " and value ", value.sizes(), " do not fit; see ring_attention.h");
   const auto ring = c10::make_intrusive<Ring>();
@@ -284,8 +294,7 @@ at::Tensor ring_attention(const at::Tensor& query, const at::Tensor& key, const 
     const at::Tensor chunks = attended->unflatten(1, {2 * ranks, tokens / 2}).movedim(1, 0);
     ring->attended = {chunks.narrow(0, 0, ranks), chunks.narrow(0, ranks, ranks).flip(0)};
   }
-  return RingFunction::apply(cast_by_autocast(query), cast_by_autocast(key),
-                             cast_by_autocast(value), ring);
+  return RingFunction::apply(query, key, value, ring);
 }
 
 }  // namespace penstock::parallel

@@ -23,8 +23,8 @@ namespace penstock::parallel {
 // of the tokens; absent = all. A query without such a key at or before its position gets zeros.
 //
 // Under autocast the arguments are cast as torch's attention casts them. Sums over keys are
-// computed in fp32, or in fp64 if the query has this dtype. Throws c10::Error if the shapes do not
-// fit.
+// computed in fp32, or in fp64 if the query has this dtype. Throws c10::Error if the shapes or
+// dtypes do not fit.
 at::Tensor ring_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const std::optional<at::Tensor>& attended, double scale,
                           const OperatorPeers& peers);

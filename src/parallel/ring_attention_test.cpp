@@ -62,6 +62,7 @@ TEST(RingAttention, EqualsAttentionOverFullSequences) {
       {2, 1, 1, 1, 4, 8, 8, at::kFloat, false, 1e-6},  // one head, one token in a chunk
       {3, 2, 4, 2, 24, 8, 8, at::kFloat, false, 1e-6},
       {4, 2, 8, 1, 64, 16, 8, at::kFloat, true, 4e-6},  // values of another size than keys
+      {2, 1, 2, 1, 8, 4, 8, at::kFloat, false, 1e-6},
       {4, 3, 6, 3, 48, 4, 4, at::kFloat, true, 1e-6},
       {4, 1, 2, 2, 800, 8, 8, at::kFloat, false, 2e-6},  // several blocks of a fused kernel
       {8, 2, 2, 1, 32, 4, 4, at::kFloat, true, 1e-6},
@@ -115,6 +116,7 @@ TEST(RingAttention, RefusesWhatDoesNotFit) {
   };
   EXPECT_NE(text_of(odd, odd, {}).find("do not fit"), std::string::npos);
   EXPECT_NE(text_of(even, odd, {}).find("do not fit"), std::string::npos);
+  EXPECT_NE(text_of(even, even.to(at::kDouble), {}).find("do not fit"), std::string::npos);
   EXPECT_NE(text_of(even, even, at::ones({1, 4}, at::kBool)).find("not [1, 8]"), std::string::npos);
 }
 

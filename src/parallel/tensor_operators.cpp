@@ -244,8 +244,8 @@ struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFu
 void refuse_second_derivative() {
   if (!at::GradMode::is_enabled()) return;
   throw RuntimeFault(
-      "[parallel::backward] operators of several tensor ranks have no second derivative "
-      "(create_graph)");
+      "[parallel::backward] operators of several tensor or sequence ranks have no second "
+      "derivative (create_graph)");
 }
 
 at::Tensor replicate(const at::Tensor& whole, const OperatorPeers& peers) {

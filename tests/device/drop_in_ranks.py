@@ -122,6 +122,17 @@ def _config(**more: Any) -> dict[str, Any]:
     return base | more
 
 
+def refused() -> None:
+    """Layers that cut themselves draw from generators and make collectives of their own."""
+    with drop_in() as ds:
+        topology = ds.runtime.pipe.topology.PipeModelDataParallelTopology(1, 2, 1)
+        layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        model = ds.PipelineModule(layers=layers, topology=topology, loss_fn=torch.sum)
+        text = "2 tensor ranks.*cannot train on a device yet.*Set DS_ACCELERATOR=cpu"
+        with pytest.raises(ValueError, match=text):
+            ds.initialize(model=model, config=_config(train_batch_size=2))
+
+
 def collectives() -> None:
     """On device and host tensors, in the group that init_distributed() would make."""
     with drop_in() as ds:

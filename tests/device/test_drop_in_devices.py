@@ -102,7 +102,7 @@ def test_accelerator(drop_in_pools):
     assert drop_in_pools(2).run(drop_in_ranks.accelerator) == [[], []]
 
 
-CALLS = ("chosen", "collectives", "loader")
+CALLS = ("chosen", "refused", "collectives", "loader")
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -101,6 +101,20 @@ def under_autocast() -> float:
     return float((ours / theirs - 1).abs().detach())
 
 
+def longest() -> float:
+    """As many tokens as the model has positions, which the ranks do not divide."""
+    extra = {"n_positions": 13}
+    engine = hf.start("zero1", hf.build("gpt2", **extra), {"mesh": S4} | RING)
+    batch = batch_of("gpt2", 0, 0, 13, False)
+    ours = float(engine(**batch).loss.detach())
+    engine.close()
+    return abs(ours - float(hf.build("gpt2", **extra)(**batch).loss.detach()))
+
+
+def test_padding_needs_no_positions(pools):
+    assert max(pools(4).run(longest)) < 1e-5
+
+
 def test_a_ring_under_autocast(pools):
     assert max(pools(4).run(under_autocast)) < 1e-2
 
@@ -131,6 +145,11 @@ def unknown(engine):
 
 def the_model_itself(engine):
     engine.module(**batch_of("llama", 0, 0, 12, False))
+
+
+def both_ways(engine):
+    engine.module.config.is_causal = False
+    engine(**batch_of("llama", 0, 0, 12, False), is_causal=False)
 
 
 def dropped(engine):
@@ -165,6 +184,8 @@ REFUSED = [
     (the_model_itself, {}, {}, "Call the engine, not the model"),
     (packed, {}, {"attn_implementation": "eager"}, 'attention is "eager"'),
     (packed, {}, ONE_HEAD, "has 1 attention heads"),
+    (both_ways, {}, {}, "only causal attention is supported"),
+    (both_ways, RING, {}, "only causal attention is supported"),
     (packed, RING, {}, "position_ids that restart"),
     (other_sequences, RING, {}, "have parts of the same sequences"),
     (by_place, RING, {"attention_dropout": 0.1}, "pass inputs by name"),

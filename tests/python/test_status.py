@@ -156,7 +156,8 @@ def test_the_log_has_the_last_lines_of_the_plan(run):
 
 
 def test_a_long_wait_is_one_line(run):
-    warnings = [line for line in run.lines if "waiting" in line]
+    # On a busy machine there may be others, of earlier steps.
+    warnings = [line for line in run.lines if "step 3: waiting" in line]
     assert len(warnings) == 1, warnings
     pid = next(rank.pid for rank in run.ranks() if rank.environ()["RANK"] == "1")
     assert re.fullmatch(

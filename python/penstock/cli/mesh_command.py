@@ -12,6 +12,8 @@ from penstock.cli import model_spec
 from penstock.cli.model_spec import PlannedModel
 
 _MICRO = "1,2,4,8"
+# Keys of "parallel" that are errors if an axis is 1, as it is in some proposed meshes.
+_OF_AN_AXIS = ("cut_logits", "norms", "sequence")
 
 
 def rate(text: str) -> float:
@@ -64,6 +66,9 @@ def report(
     _check(args)
     shape, known = model.shape()
     config.pop("mesh", None)  # --nodes replaces it
+    parallel = config.get("parallel")
+    if isinstance(parallel, dict):
+        config["parallel"] = {k: v for k, v in parallel.items() if k not in _OF_AN_AXIS}
     offload = config.setdefault("offload", {})
     if isinstance(offload, dict):
         offload.setdefault("optimizer", "none")

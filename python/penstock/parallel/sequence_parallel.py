@@ -147,8 +147,10 @@ class SequenceParallel:
         self._mask = self._whole_mask(batch.pop("attention_mask", None), first, padded)
         if "labels" in batch:
             self._count_labels(batch)
-        positions = torch.arange(padded, device=first.device).expand(first.shape[0], -1)
-        batch.setdefault("position_ids", positions)
+        positions = torch.arange(length, device=first.device).expand(first.shape[0], -1)
+        batch.setdefault(
+            "position_ids", positions
+        )  # padding gets position 0, which every model has
         index = self._ranks.index
         # A ring's first chunks have less to compute than its last ones, so each rank gets one of
         # each ([Note: Zigzag] in ring_attention.h).
@@ -249,6 +251,7 @@ class SequenceParallel:
             raise ConfigError(
                 "[front::forward] with mesh.sequence > 1, a position bias is not supported yet"
             )
+        _check_causal(options.get("is_causal"), module)
         if self._ring:
             return self._in_ring(query, key, value, mask, options), None
         count, exchange = self._count, self._ranks.all_to_all
@@ -309,6 +312,15 @@ class _Attention:
         self._config._attn_implementation = self._had
         for table, inner in zip(self._tables, self._inner, strict=True):
             table.register(self._name, inner)
+
+
+def _check_causal(asked: bool | None, module: Any) -> None:
+    if getattr(module, "is_causal", True) if asked is None else asked:
+        return
+    raise ConfigError(
+        "[front::forward] with mesh.sequence > 1, only causal attention is supported, but "
+        "is_causal is False"
+    )
 
 
 def length_dependent_rotary(config: Any) -> bool:

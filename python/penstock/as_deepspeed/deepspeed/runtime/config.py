@@ -164,6 +164,10 @@ def _sequence_ranks(given: Mapping[str, Any], mpu: Any) -> dict[str, int]:
         raise ConfigError(
             f"[deepspeed::initialize] penstock.mesh.sequence is not supported here: {SEQUENCE}"
         )
+    if "sequence" in ((given.get("penstock") or {}).get("parallel") or {}):
+        raise ConfigError(
+            f"[deepspeed::initialize] penstock.parallel.sequence is not supported here: {SEQUENCE}"
+        )
     size = getattr(mpu, "get_sequence_parallel_world_size", None)
     if size is None:
         return {}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from penstock import ConfigError
 
+from ..accelerator.real_accelerator import get_accelerator
 from ..comm.comm import _of_ranks, get_rank, get_world_size
 from ..utils.bwc import (
     bwc_pipeline_parallel_world_size,
@@ -58,11 +59,18 @@ def tensor_ranks_of(mpu: Any) -> int:
 def own_settings(mpu: Any, config: Any) -> dict[str, Any] | None:
     """Returns Penstock's settings for the tensor ranks of an mpu; None without any.
 
-    Raises ConfigError if the config sets tensor ranks or rules, too.
+    Raises ConfigError if the config sets tensor ranks or rules, too, or on an accelerator.
     """
     size = tensor_ranks_of(mpu)
     if size == 1:
         return None
+    device = get_accelerator().device_name()
+    if device != "cpu":
+        raise ConfigError(
+            f"[deepspeed::initialize] {size} tensor ranks of an mpu or a topology cannot train on "
+            f"a device yet, and this machine has {device!r}. Set DS_ACCELERATOR=cpu to train on "
+            f'the CPU, or cut the layers by "tensor_parallel"'
+        )
     given = as_dict(config)
     parallel = (given.get("penstock") or {}).get("parallel") or {}
     if "tensor_parallel" in given or "rules" in parallel:

@@ -13,6 +13,7 @@ from penstock import ConfigError
 from penstock.front.recompute import GENERATORS
 
 from ..._refusal import DeepSpeedRefusal
+from ...accelerator.real_accelerator import get_accelerator
 from ...utils.bwc import bwc_tensor_model_parallel_rank
 from ...utils.logging import logger
 from ..config import as_dict
@@ -128,8 +129,21 @@ class CheckpointFunction:
         all_outputs.extend(made if isinstance(made, (tuple, list)) else [made])
 
 
+def _rng_state() -> torch.Tensor:
+    state: torch.Tensor = get_accelerator().get_rng_state()
+    return state
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Sets the generator of the accelerator, which is the CPU's if there is none."""
+    get_accelerator().set_rng_state(new_state, *(() if device < 0 else (device,)))
+
+
 class CudaRNGStatesTracker:
-    """Random generators by name, for layers that must draw equal, or different, values on ranks."""
+    """Random generators by name, for layers that must draw equal, or different, values on ranks.
+
+    They are generators of the device of get_accelerator().
+    """
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -151,27 +165,27 @@ class CudaRNGStatesTracker:
                 f"already: call reset() first"
             )
         self.seeds_.add(seed)
-        before = torch.get_rng_state()
-        torch.manual_seed(seed)
-        self.states_[name] = torch.get_rng_state()
-        torch.set_rng_state(before)
+        before, on_host = _rng_state(), torch.get_rng_state()
+        torch.manual_seed(seed)  # of the host and of all devices
+        self.states_[name] = _rng_state()
+        torch.set_rng_state(on_host)
+        _set_cuda_rng_state(before)
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Makes torch draw from the generator with this name inside the context."""
         if name not in self.states_:
             raise ConfigError(f"[deepspeed::checkpointing] there is no generator {name!r}")
-        before = torch.get_rng_state()
-        torch.set_rng_state(self.states_[name])
+        before = _rng_state()
+        _set_cuda_rng_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = torch.get_rng_state()
-            torch.set_rng_state(before)
+            self.states_[name] = _rng_state()
+            _set_cuda_rng_state(before)
 
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
-_set_cuda_rng_state = torch.set_rng_state
 _tracker = _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
 GENERATORS.append((_tracker.get_states, lambda states: _tracker.set_states(dict(states))))
 

@@ -277,6 +277,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _loss_of(self, outputs: Any, part: MicroBatch) -> Any:
         loss_fn: Any = self.module.loss_fn
+        if isinstance(loss_fn, torch.nn.Module):  # its buffers, such as the weights of classes
+            loss_fn.to(self.device)
         return outputs if loss_fn is None else loss_fn(outputs, part.labels)
 
     def eval_batch(  # noqa: PLR0913 - DeepSpeed's signature
