@@ -183,7 +183,7 @@ def added(precision):
         "batch": {"accumulate": 2},
         "offload": {"optimizer": "host", "gradients": "host"},
         "optimizer": {"type": "SGD", "lr": 0.0},
-        "comm": {"timeout_s": 60},
+        "comm": {"timeout_s": 120},
     }
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for part in samples.to(dtype):

@@ -198,7 +198,7 @@ def trains_tied():
     model, twin = training.moved(build(), on_device.device()), build()
     config = {"strategy": "zero1", "mesh": {"pipeline": 3}, "units": {"layer_bytes": 1}}
     config |= {"optimizer": {"type": "SGD", "lr": 0.1}, "batch": {"accumulate": 2}}
-    config |= {"parallel": {"schedule": "gpipe"}, "comm": {"timeout_s": 60}}
+    config |= {"parallel": {"schedule": "gpipe"}, "comm": {"timeout_s": 120}}
     engine = penstock.initialize(model, config)
     optimizer = torch.optim.SGD([one for one in twin.parameters() if one.requires_grad], lr=0.1)
     for step in range(3):

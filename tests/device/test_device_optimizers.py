@@ -56,7 +56,7 @@ def made_there(name: str, offload: str) -> dict[str, torch.Tensor]:
     place = on_device.device()
     model = training.moved(Net(), place)
     rank = training.dist.get_rank()
-    config = {"strategy": "zero2", "offload": {"optimizer": offload}, "comm": {"timeout_s": 30}}
+    config = {"strategy": "zero2", "offload": {"optimizer": offload}, "comm": {"timeout_s": 120}}
     engine = penstock.initialize(model, config, optimizer=MADE[name](model.parameters()))
     for step in range(3):
         engine.backward(engine(inputs(step, "fp32")[rank].to(place)))
@@ -95,7 +95,7 @@ def edited(
         "optimizer": {"type": "SGD", "lr": 0.01},
         "offload": {"optimizer": offload},
         "table": {"optim": {"rest": rest}} if rest else {},
-        "comm": {"timeout_s": 30},
+        "comm": {"timeout_s": 120},
     }
     engine = penstock.initialize(model, config)
     largest = []

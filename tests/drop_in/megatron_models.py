@@ -233,5 +233,5 @@ def config_of(stage: int, **changes: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
         "gradient_clipping": 0.5,
-        "penstock": {"comm": {"timeout_s": 30}},
+        "penstock": {"comm": {"timeout_s": 120}},
     } | changes

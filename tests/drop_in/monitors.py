@@ -38,7 +38,7 @@ def config_of(**changes: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 1},
-        "penstock": {"comm": {"timeout_s": 30}},
+        "penstock": {"comm": {"timeout_s": 120}},
     } | changes
 
 

@@ -203,7 +203,7 @@ def start(strategy: str, model: nn.Module, config: dict[str, Any]) -> Any:
     import penstock  # noqa: PLC0415 - plain torch does without
 
     settings = {"strategy": strategy, "optimizer": {"type": "AdamW"} | ADAMW}
-    return penstock.initialize(model, settings | {"comm": {"timeout_s": 30}} | config)
+    return penstock.initialize(model, settings | {"comm": {"timeout_s": 120}} | config)
 
 
 def told(engine: Any, story: Story, kind: str, rank: int) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Case:
             "mesh": {axis: size for axis, size in self.mesh if axis != "data"},
             "batch": {"accumulate": self.micro},
             "optimizer": {"type": "AdamW"} | ADAMW,
-            "comm": {"timeout_s": 60, "backend": self.backend or back_ends.of_case(self.name)},
+            "comm": {"timeout_s": 120, "backend": self.backend or back_ends.of_case(self.name)},
             "units": {"layer_bytes": 1},
         }
         if self.model in ENDS_EVERYWHERE and self.size("pipeline") < 4:

@@ -379,7 +379,7 @@ def start(strategy: str, accumulate: int = 1, **others: Any) -> Any:
         "strategy": strategy,
         "optimizer": {"type": "AdamW"} | training.ADAMW,
         "batch": {"accumulate": accumulate},
-        "comm": {"timeout_s": 60, "bucket_bytes": 0},
+        "comm": {"timeout_s": 120, "bucket_bytes": 0},
     }
     return penstock.initialize(models.fill(Net()), config | others)
 
@@ -436,7 +436,7 @@ def unfreeze_what_never_trained(strategy: str) -> None:
 
     model = models.fill(Net())
     model.blocks[1].requires_grad_(False)
-    engine = penstock.initialize(model, {"strategy": strategy, "comm": {"timeout_s": 60}})
+    engine = penstock.initialize(model, {"strategy": strategy, "comm": {"timeout_s": 120}})
     for step, (part,) in enumerate(data_of(1, WORLD, dist.get_rank())):
         model.blocks[1].requires_grad_(step >= 2)
         engine.backward(loss_of(engine, part))

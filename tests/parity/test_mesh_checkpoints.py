@@ -41,7 +41,7 @@ def start(layout: tuple[str, str], swap: str) -> Any:
         "batch": {"accumulate": MICRO * shared // WORLD},
         "optimizer": {"type": "AdamW"} | hf.ADAMW,
         "clip": 1.0,
-        "comm": {"timeout_s": 60},
+        "comm": {"timeout_s": 120},
         "units": {"layer_bytes": 1},
     }
     if "offload" in made:

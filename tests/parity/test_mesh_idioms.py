@@ -27,7 +27,7 @@ def start(model: nn.Module, mesh: dict[str, int], **config: Any) -> Any:
         "optimizer": {"type": "AdamW"} | hf.ADAMW,
         "batch": {"accumulate": 2},
         "units": {"layer_bytes": 1},
-        "comm": {"timeout_s": 60},
+        "comm": {"timeout_s": 120},
     }
     return penstock.initialize(model, made | config)
 

@@ -116,7 +116,7 @@ def started(name: str, more: dict[str, Any]) -> str:
     import penstock  # noqa: PLC0415
 
     model = meshes.MODELS["mlp"][0]()
-    config = {"strategy": "zero1", "parallel": {"rules": meshes.RULES}, "comm": {"timeout_s": 30}}
+    config = {"strategy": "zero1", "parallel": {"rules": meshes.RULES}, "comm": {"timeout_s": 120}}
     optimizer = EXACT[name][0](model.parameters())
     try:
         penstock.initialize(model, config | more, optimizer=optimizer)

@@ -160,7 +160,7 @@ def trained(model: nn.Module, config: dict[str, Any], optimizer: Any) -> Tensors
 
 
 def base_config(strategy: str) -> dict[str, Any]:
-    return {"strategy": strategy, "comm": {"timeout_s": 60}}
+    return {"strategy": strategy, "comm": {"timeout_s": 120}}
 
 
 def with_groups(name: str, strategy: str) -> Tensors:

@@ -34,7 +34,7 @@ def trained(
         "mesh": mesh,
         "batch": {"accumulate": micro},
         "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1},
-        "comm": {"timeout_s": 30},
+        "comm": {"timeout_s": 120},
         "units": {"layer_bytes": layer_bytes},
     }
     engine = penstock.initialize(models.build(**options), settings | config)

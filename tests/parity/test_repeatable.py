@@ -113,8 +113,8 @@ def test_strategies_give_the_same_bits_with_accumulation(strategy, like, usual):
 MOVES = {
     "no prefetch": {"prefetch_bytes": 0},
     "prefetch all": {"prefetch_bytes": 1 << 40},
-    "no buckets": {"comm": {"timeout_s": 60, "bucket_bytes": 0}},
-    "one bucket": {"comm": {"timeout_s": 60, "bucket_bytes": 1 << 40}},
+    "no buckets": {"comm": {"timeout_s": 120, "bucket_bytes": 0}},
+    "one bucket": {"comm": {"timeout_s": 120, "bucket_bytes": 1 << 40}},
 }
 UNITS = {
     "large": {"units": {"modules": ["ModuleList"]}},

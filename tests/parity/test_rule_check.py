@@ -25,7 +25,7 @@ def start(model: Any, rules: Any, verify: str, strategy: str = "zero3", **config
         "mesh": {"tensor": 2},
         "parallel": {"rules": rules, "verify": verify},
         "optimizer": {"type": "SGD", "lr": 0.1},
-        "comm": {"timeout_s": 20},
+        "comm": {"timeout_s": 120},
     }
     return penstock.initialize(model, settings | config)
 

@@ -44,7 +44,7 @@ def loss_of_forwards(run, model, rank, x, y, out):
 
 def several_forwards(strategy, out, equal_first):
     model = models.fill(Leaves())
-    engine = start(strategy, model=model, comm={"timeout_s": 20})
+    engine = start(strategy, model=model, comm={"timeout_s": 120})
     for step in range(4):
         shown = [(set(), set())] * (step + 1) if equal_first and step < 1 else out
         engine.backward(loss_of_forwards(engine, model, dist.get_rank(), *mine(step), shown))
@@ -92,7 +92,7 @@ TWICE = {
 
 def runs_of_blocks(strategy, steps, unused):
     model = models.fill(Leaves())
-    engine = start(strategy, model=model, comm={"timeout_s": 20})
+    engine = start(strategy, model=model, comm={"timeout_s": 120})
     if unused:  # graphs that no backward follows
         for _ in range(2):
             engine(mine(0)[0])
@@ -154,7 +154,7 @@ RUNS = {
 def blocks_that_step_one_did_not_run(strategy, steps):
     model = models.fill(Leaves())
     batch = {"accumulate": len(steps[0])}
-    engine = start(strategy, model=model, batch=batch, comm={"timeout_s": 20})
+    engine = start(strategy, model=model, batch=batch, comm={"timeout_s": 120})
     for step, runs in enumerate(steps):
         for ranks in runs:
             model.out = {0, 1, 2} - set(map(int, ranks[dist.get_rank()]))

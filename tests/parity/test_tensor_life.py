@@ -38,7 +38,7 @@ def start(model: nn.Module, strategy: str, tensor: int = 2, **config: Any) -> An
         "mesh": {"tensor": tensor},
         "parallel": {"rules": tensor_models.rules(tensor)},
         "optimizer": {"type": "SGD", "lr": 0.1},
-        "comm": {"timeout_s": 20},
+        "comm": {"timeout_s": 120},
     }
     return penstock.initialize(model, settings | config)
 
@@ -274,8 +274,8 @@ STORIES = [
     (penalizes, {}),
     (freezes, {}),
     (keeps_a_window_open, {"batch": {"accumulate": 2}}),
-    (uses_a_block_twice, {"comm": {"timeout_s": 20, "bucket_bytes": 0}}),
-    (reads_late_gradients, {"comm": {"timeout_s": 20, "bucket_bytes": 0}}),
+    (uses_a_block_twice, {"comm": {"timeout_s": 120, "bucket_bytes": 0}}),
+    (reads_late_gradients, {"comm": {"timeout_s": 120, "bucket_bytes": 0}}),
     (gathers_between_forwards, {}),
     (evaluates, {}),
     (raises_in_between, {}),

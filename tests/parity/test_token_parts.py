@@ -21,7 +21,7 @@ def start(kind: str = "llama", strategy: str = "zero3", **parallel: Any) -> Any:
         "strategy": strategy,
         "mesh": {"tensor": 2},
         "optimizer": {"type": "AdamW"} | hf.ADAMW,
-        "comm": {"timeout_s": 30},
+        "comm": {"timeout_s": 120},
         "parallel": {"norms": "tokens"} | parallel,
     }
     return penstock.initialize(hf.build(kind), made)

@@ -59,7 +59,7 @@ class Case:
             "optimizer": {"type": "AdamW"} | ADAMW,
             "batch": {"micro": MICRO, "accumulate": self.accumulate},
             "clip": CLIP[self.model] if self.clip else 0.0,
-            "comm": {"timeout_s": 60} | ({"bucket_bytes": 0} if alone else {}),
+            "comm": {"timeout_s": 120} | ({"bucket_bytes": 0} if alone else {}),
             "units": {"modules": entry.units, "layer_bytes": layer_bytes},
             "loss_scale": {"initial": LOSS_SCALE} if self.precision == "fp16" else {},
             "mesh": self.mesh(),

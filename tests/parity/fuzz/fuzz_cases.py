@@ -84,7 +84,7 @@ class Case:
             "batch": {"micro": SAMPLES, "accumulate": self.accumulate},
             "clip": self.clip,
             "mesh": {"node": 2} if self.strategy in ("hpz", "mics") else {},
-            "comm": {"timeout_s": 30, "backend": back_ends.of_case(self.seed)},
+            "comm": {"timeout_s": 120, "backend": back_ends.of_case(self.seed)},
         }
         for key, value in self.settings:
             config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value

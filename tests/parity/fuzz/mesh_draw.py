@@ -59,7 +59,7 @@ class MeshCase:
             "batch": {"accumulate": self.micro},
             "optimizer": {"type": self.optimizer} | dict(self.options),
             "units": {"layer_bytes": 1},
-            "comm": {"timeout_s": 60, "backend": back_ends.of_case(self.seed)},
+            "comm": {"timeout_s": 120, "backend": back_ends.of_case(self.seed)},
         }
         if self.hold:
             made["table"] = {"param": {"hold": f"{self.hold}@device:fp32"}}
