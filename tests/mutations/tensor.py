@@ -220,10 +220,10 @@ OVER_TENSOR_RANKS = [
         RING,
     ),
     Mutation(
-        "keys that a mask hides are those of the rank that looks",
+        "keys that a mask hides are partly those of another rank",
         "src/parallel/ring_attention.cpp",
         "at::cat({attended[0][owner], attended[1][owner]}, 1);",
-        "at::cat({attended[0][peers->rank()], attended[1][peers->rank()]}, 1);",
+        "at::cat({attended[0][owner], attended[1][(owner + 1) % peers->size()]}, 1);",
         RING,
     ),
     Mutation(
