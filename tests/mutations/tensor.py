@@ -231,7 +231,7 @@ OVER_TENSOR_RANKS = [
         "python/penstock/parallel/sequence_parallel.py",
         "own = [index, chunks - 1 - index] if self._ring else [index]",
         "own = [2 * index, 2 * index + 1] if self._ring else [index]",
-        Pytest(("tests/parity/test_sequence.py", "-k", "ring and gpt2")),
+        Pytest(("tests/parity/test_sequence.py", "-k", "parallel and gpt2")),
     ),
     Mutation(
         "torch's fast path computes with a part of a layer",
