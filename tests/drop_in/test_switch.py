@@ -44,7 +44,15 @@ def test_the_variable_alone_imports_nothing():
 
 
 def test_import_is_quick_and_silent():
-    code = "import time, torch; t = time.time(); import deepspeed; assert time.time() - t < 2"
+    code = """
+import time
+start = time.process_time()
+import torch
+torchs = time.process_time() - start
+import deepspeed
+both = time.process_time() - start
+assert both < 1.6 * torchs, (torchs, both)
+"""
     done = _python(code, PENSTOCK_AS_DEEPSPEED="1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -1,15 +1,12 @@
 """Pools of rank processes.
 
-Importing torch takes seconds, so each process runs many functions. The parent hosts the rendezvous
-store: a rank that dies never takes it along. Every wait has a deadline, at which the pool kills its
-own children and nothing else.
+Importing torch takes seconds, so ranks are forked from a server that has it (rank_server.py), and
+each runs many functions. The parent hosts the rendezvous store: a rank that dies never takes it
+along. Every wait has a deadline, at which the pool kills its own ranks and nothing else.
 """
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import os
 import pickle
 import signal
 import time
@@ -20,10 +17,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import rank_server
 import torch
 import torch.distributed as dist
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -75,10 +71,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         _Parent.send("failure", Failure(_name(type(error)), bases, str(error), trace))
 
 
-def _serve(rank: int, world: int, port: int, connection: Connection) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        return  # the parent died before the line above
+def _serve(connection: Connection, rank: int, world: int, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's
     _Parent.connection = connection
     torch.set_num_threads(1)
@@ -104,16 +97,10 @@ class Pool:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=240)
         )
-        context = multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
-        self.processes = []
+        self.processes: list[rank_server.Process] = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world, self.store.port, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
+            process, ours = rank_server.start(rank, _serve, rank, world, self.store.port)
             self.connections.append(ours)
             self.processes.append(process)
         self.notes("ready", timeout=240)

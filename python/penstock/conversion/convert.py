@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault
-from penstock.conversion import dcp, deepspeed, state_dicts, writers
+from penstock.conversion import deepspeed, pickles, state_dicts, writers
 from penstock.conversion.foreign import Foreign
 from penstock.conversion.options import FORMATS, Options
 
@@ -144,8 +144,10 @@ def _read(path: pathlib.Path, wanted: Options) -> Foreign:
         _refuse_without_effect(wanted, "DeepSpeed", {"tag", "inert", "rules"})
         return deepspeed.read(folder, wanted.inert, wanted.rules)
     inner = path / wanted.tag if wanted.tag else path
-    if dcp.is_one(inner):
+    if (inner / pickles.METADATA).is_file():
         _refuse_without_effect(wanted, "torch.distributed.checkpoint", {"tag", "key"})
+        from penstock.conversion import dcp  # noqa: PLC0415 - it imports sympy: a second
+
         return dcp.read(inner, wanted.key)
     if state_dicts.is_hf(inner):
         _refuse_without_effect(wanted, "Hugging Face", {"tag", "inert"})

@@ -31,13 +31,6 @@ from penstock._native import ConfigError, RuntimeFault
 from penstock.conversion import pickles, state_dicts
 from penstock.conversion.foreign import Entry, Foreign
 
-_METADATA = ".metadata"
-
-
-def is_one(folder: pathlib.Path) -> bool:
-    return (folder / _METADATA).is_file()
-
-
 # ---- reading
 
 
@@ -46,7 +39,7 @@ class _Reader(FileSystemReader):
 
     def __init__(self, folder: pathlib.Path) -> None:
         super().__init__(folder)
-        held = pickles.load_metadata(folder / _METADATA)
+        held = pickles.load_metadata(folder / pickles.METADATA)
         try:
             self.paths = {
                 str(name): tuple(path) for name, path in (held.planner_data or {}).items()

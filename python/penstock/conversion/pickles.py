@@ -129,6 +129,8 @@ def _name_in(error: str) -> str:
 
 # ---- the metadata of torch.distributed.checkpoint
 
+METADATA = ".metadata"  # a folder with it is such a checkpoint
+
 
 class Record:
     """Replaces an object of the metadata; has its contents by name, or in order in `args`."""

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
-from penstock.conversion import dcp
 from penstock.conversion.foreign import MOMENTS, OWN, Entry, Foreign
 from penstock.conversion.options import Options, Say
 from penstock.front import export
@@ -196,6 +195,8 @@ def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
     by_name = {one.name: one for one in held.weights}
     tied = {other: name for other, name in held.tied.items() if name in by_name}
     if how.to == "dcp":
+        from penstock.conversion import dcp  # noqa: PLC0415 - it imports sympy: a second
+
         options = [{**decode(one["options"]), "params": one["params"]} for one in held.groups]
         weights = by_name | {other: by_name[name] for other, name in tied.items()}
         dcp.write(out, weights, held.moments, options)
