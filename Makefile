@@ -89,9 +89,12 @@ demo: package  ## train a small GPT on two ranks of this machine; kill and resum
 	@echo "[demo] examples/resume.py"
 	@$(BIN)/python examples/resume.py
 
+# DEVICE=sim trains on the simulated accelerator of tests/device.
+DEVICE ?= cpu
 demo-3d: $(SETUP) package  ## train a GPT and a Llama on 8 ranks: data x tensor x pipeline
-	@echo "[demo-3d] penstock run --nproc 8 examples/train_3d.py --demo"
-	@$(BIN)/python -m penstock run --nproc 8 examples/train_3d.py --demo
+	@if [ "$(DEVICE)" = sim ]; then $(MAKE) targets TARGETS="--target _sim"; fi
+	@echo "[demo-3d] penstock run --nproc 8 examples/train_3d.py --demo --device $(DEVICE)"
+	@$(BIN)/python -m penstock run --nproc 8 examples/train_3d.py --demo --device $(DEVICE)
 
 # Of the page: make picture PART="--top 540 --height 900".
 PART ?= --height 1180
@@ -129,6 +132,8 @@ lint: $(SETUP)  ## format, types, spelling, layers, sizes, names
 	@for tool in check_layers check_size check_names; do \
 	  $(BIN)/python tools/$$tool.py --self-test; $(BIN)/python tools/$$tool.py; \
 	done
+	@$(BIN)/python tools/table_mentions.py --limit 40 >/dev/null || \
+	  { $(BIN)/python tools/table_mentions.py --list; exit 1; }
 
 format: $(SETUP)  ## rewrite sources as lint wants them
 	@$(BIN)/clang-format -i $(CPP)

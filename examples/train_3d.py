@@ -17,6 +17,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 import time
 
 import pipeline_report as report
@@ -50,6 +51,7 @@ MESH = {
     "pipeline": "some of the layers",
 }
 TOLERANCE = 1e-4  # nats per byte, between ranks and one process
+SIMULATED = pathlib.Path(__file__).parents[1] / "tests" / "device"  # has sim.py
 
 
 # ---- options
@@ -121,6 +123,12 @@ def parse_options() -> argparse.Namespace:
     )
     add("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
     add("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
+    add(
+        "--device",
+        default="cpu",
+        help="cpu (default), cuda, ...: each rank trains on its own; sim: the accelerator that "
+        "tests/device simulates (build its target _sim first)",
+    )
     add("--text", type=pathlib.Path, metavar="PATH", help="a file or a folder")
     add(
         "--config",
@@ -237,10 +245,11 @@ class Batches:
         sizes = argparse.Namespace(batch=rows, seq=options.seq)
         self._windows = Windows(text, sizes, ranks, options.seed)
         self._gpt = options.model == "gpt"
+        self._device = options.device
         self.tokens = rows * options.seq * ranks.size  # predicted per step
 
     def next(self) -> dict[str, torch.Tensor]:
-        inputs, targets = self._windows.next()
+        inputs, targets = (part.to(self._device) for part in self._windows.next())
         if self._gpt:
             return {"tokens": inputs, "targets": targets}
         whole = torch.cat([inputs, targets[:, -1:]], dim=1)  # the model shifts labels itself
@@ -295,7 +304,8 @@ def plain_losses(
     given = dict(config["optimizer"])
     given.pop("type")
     optimizer = torch.optim.AdamW(model.parameters(), **given)
-    whole = argparse.Namespace(**vars(options) | {"batch": options.batch * config["mesh"]["data"]})
+    alone = {"batch": options.batch * config["mesh"]["data"], "device": "cpu"}
+    whole = argparse.Namespace(**vars(options) | alone)
     batches, losses = Batches(text, whole, Ranks(0, 1)), []
     for step in steps:
         optimizer.param_groups[0]["lr"] = step.lr
@@ -338,7 +348,7 @@ def run(options: argparse.Namespace, texts: tuple[torch.Tensor, torch.Tensor]) -
     config = make_config(options, ranks.size)
     model = build(options)
     whole = report.sizes_of(model)
-    engine = penstock.initialize(model, config)
+    engine = penstock.initialize(model, config, device=options.device)
     options.micro_batches = engine.config.batch.accumulate
     mesh, of_data = engine.config.mesh, Ranks(engine.data_rank, engine.data_size)
     ranks.say(
@@ -368,6 +378,11 @@ def run(options: argparse.Namespace, texts: tuple[torch.Tensor, torch.Tensor]) -
 def main() -> None:
     began = time.perf_counter()
     options = parse_options()
+    if options.device == "sim":
+        sys.path.append(str(SIMULATED))
+        import sim  # noqa: PLC0415 - only where it was built
+
+        sim.start()
     texts = read_text(options.text)
     own = {name: getattr(options, name) for name in ALONE}
     if options.demo and own != ALONE:
