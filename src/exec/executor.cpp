@@ -20,10 +20,9 @@ constexpr int64_t kWorthAnEvent = 20'000;
 // Returns whether masters and moments rest in host memory and are never copied to the device. They
 // are not if the optimizer runs on the host and writes there what is published.
 bool state_stays_on_host(const Rank& rank) {
-  const Tier updates = rank.cell(Role::kOptim, Phase::kUpdate).tier;
-  if (!rank.on_accelerator() || updates == Tier::kDevice) return false;
-  if (rank.cell(Role::kOptim, Phase::kRest).tier == Tier::kDevice) return false;
-  return rank.publishes_chunks ||
+  if (!rank.on_accelerator() || rank.cells.updates_on_device()) return false;
+  if (rank.cells.optim_rest.tier == Tier::kDevice) return false;
+  return rank.cells.publishes_chunks ||
          route(rank.table.master(), rank.table.publish(), rank.mesh, rank.group.rank())
              .joins_update();
 }
@@ -37,7 +36,7 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       gradients_(rank_, lanes_),
       updates_(rank_, lanes_, gradients_),
       values_(rank_, gradients_, updates_),
-      activations_(rank_.cell(Role::kAct, Phase::kHold).tier, tiers.computes),
+      activations_(rank_.cells.act_hold.tier, tiers.computes),
       lanes_(rank_.table, tiers.computes, group.size() > 1 && !group.device_groups()) {
   lanes_.connected = rank_.connected;
   if (state_stays_on_host(rank_)) tiers.keep_here(mem::Account::kOptim);
@@ -120,7 +119,7 @@ void Executor::move(const PlannedStep& planned) {
       return params_.run(planned);
     case Role::kGrad:
       // Gradients that are held on disk are read chunk by chunk on the update lane.
-      if (rank_.grads_in_chunks && planned.step.moves.front().from == Tier::kDisk &&
+      if (rank_.cells.grads_in_chunks && planned.step.moves.front().from == Tier::kDisk &&
           planned.step.moves.front().kind == MoveKind::kCopy) {
         return updates_.move(planned);
       }

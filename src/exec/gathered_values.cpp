@@ -76,9 +76,9 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
   const std::string label = concat("read u", unit, ".", index, " param");
   // The optimizer state of a flat with one chunk may rest under a placement other than the
   // update's.
-  const bool one = flat.trainable && flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype);
+  const bool one = flat.trainable && flat.chunks.size() == 1 && rank_.keeps_master(flat);
   Buffer* kept = one ? &flat.chunks.front().optim.back().buffers.front() : nullptr;
-  Placement place = one ? rank_.cell(Role::kOptim, Phase::kRest) : rank_.table.master();
+  Placement place = one ? rank_.cells.optim_rest : rank_.table.master();
   if (!flat.trainable) {
     kept = &flat.rest().one();
     place = flat.rest().place;
@@ -148,7 +148,7 @@ at::Tensor GatheredValues::gradient(int unit, int index) {
   at::Tensor sum;
   if (rank_.table.holds_grad_in_place() || open != nullptr) sum = open_sum(flat, open, label);
   // A copy on disk has the sum of all addends already.
-  if (!rank_.grads_on_disk) {
+  if (!rank_.cells.grads_on_disk) {
     if (sum.defined()) full.add_(sum);
     sum = full;
   }
@@ -291,7 +291,7 @@ void GatheredValues::take_edits(int index) {
 void GatheredValues::publish(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     if (!flat.trainable) continue;
-    if (rank_.has_master[static_cast<size_t>(flat.dtype)] || !rank_.table.publish().empty()) {
+    if (rank_.keeps_master(flat) || !rank_.table.publish().empty()) {
       const Placement place = rank_.table.master();
       const at::Tensor masters = zeros32(rank_.numel_of(place, flat));
       own_masters(flat, bytes_of(masters));

@@ -114,7 +114,7 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   state.updated.wait();
   Copy& copy = sum_of(flat);
   // If a plan line moves the gradient, it keeps the dtype that the line expects.
-  if (flat.summed_since != backward_ && copy.place == rank_.cell(Role::kGrad, Phase::kUpdate)) {
+  if (flat.summed_since != backward_ && copy.place == rank_.cells.grad_update) {
     widen(copy);
   }
   const Buffer& sum = copy.one();
@@ -142,7 +142,7 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
 // move. So the table's cells give the placement.
 Placement Gradients::begin_of(const std::vector<Move>& moves) const {
   const Placement& made = rank_.table.grad_after_backward();
-  const Placement& held = rank_.cell(Role::kGrad, Phase::kHold);
+  const Placement& held = rank_.cells.grad_hold;
   return made != held && apply_all(made, moves) == held ? made : held;
 }
 
@@ -169,7 +169,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
                       concat("[exec::move] there is no gradient for `", *planned.label.text, "`"));
       if (from == made) close(flat, source->one());
       // The `sum` line of the plan has run already, so a late gradient is summed here.
-      const bool alone = late && from == made && (rank_.grads_on_disk || flat.summed > 1);
+      const bool alone = late && from == made && (rank_.cells.grads_on_disk || flat.summed > 1);
       for (const Axis axis : kModelAxes) {
         if (alone && flat.placement.is_partial(axis)) {
           add_up(flat, source->one(), axis, planned.label);
@@ -226,13 +226,13 @@ void Gradients::sum(const PlannedStep& planned) {
       flat.grads.reserve(flat.grads.size() + 1);
       // A copy on disk already has the sum of earlier backwards, and the sum of this backward is
       // added to it later.
-      Copy* copy = rank_.grads_on_disk ? &sum_of(flat) : held(flat);
+      Copy* copy = rank_.cells.grads_on_disk ? &sum_of(flat) : held(flat);
       // If this rank has no contribution, it takes part in the sum with zeros.
-      if (copy == nullptr) copy = &zeros_at(rank_.cell(Role::kGrad, Phase::kUpdate), flat);
+      if (copy == nullptr) copy = &zeros_at(rank_.cells.grad_update, flat);
       unit.grads.make(copy->place);
       if (copy->place == made) flat.complete(copy->one());
       add_up(flat, copy->one(), axis, planned.label);
-      if (!rank_.grads_on_disk) flat.summed *= flat.placement.num_holders(axis, rank_.mesh);
+      if (!rank_.cells.grads_on_disk) flat.summed *= flat.placement.num_holders(axis, rank_.mesh);
     }
   }
 }
@@ -282,7 +282,7 @@ void Gradients::finish() {
     walk_.reset();
     throw;
   }
-  if (rank_.cell(Role::kGrad, Phase::kHold).tier == Tier::kDisk) {
+  if (rank_.cells.grad_hold.tier == Tier::kDisk) {
     done_.wait_on_host();
     rank_.traffic.settle();
   }
@@ -425,7 +425,7 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   const bool made = copy->place == rank_.table.grad_after_backward();
   slot.written |= made;
   // If the values are added up over model axes later, each rank gets an equal addend.
-  const bool open = made || !rank_.grads_on_disk;
+  const bool open = made || !rank_.cells.grads_on_disk;
   write(flat, *copy, slot, full, factor / (open ? flat.placement.num_addends(rank_.mesh) : 1));
 }
 

@@ -50,7 +50,7 @@ at::Tensor edits_there(const Rank& rank, Flat& flat) {
   }
   const ChunkState& chunk = flat.chunks.front();
   const Buffer& master = chunk.optim.front().buffers.front();
-  const Placement& updated = rank.cell(Role::kOptim, Phase::kUpdate);
+  const Placement& updated = rank.cells.optim_update;
   if (flat.chunks.size() > 1 || chunk.optim.front().place != updated) return {};
   if (!master.memory || master.data().device == nullptr) return {};
   const int64_t begin = rank.begin_of(updated, flat) - rank.begin_of(flat.rest().place, flat);
@@ -60,15 +60,10 @@ at::Tensor edits_there(const Rank& rank, Flat& flat) {
 
 }  // namespace
 
-bool Norm::stay_on_device() const {
-  return rank_.cell(Role::kGrad, Phase::kHold).tier == Tier::kDevice &&
-         rank_.cell(Role::kGrad, Phase::kUpdate).tier == Tier::kDevice;
-}
-
 // Reads all device scalars of the step in one read: squares, sums, edits, loss.
 // In a step without offload, the host waits for the device only here.
 Norm::Own Norm::look(const Update& update) {
-  if (!stay_on_device()) arrive_on_host(rank_, gradients_);
+  if (!rank_.cells.grads_stay_on_device()) arrive_on_host(rank_, gradients_);
   Own own{0.0, update.bad, false, {}, update.counted.told, {}};
   std::vector<at::Tensor> there;
   std::vector<Flat*> squared;  // flats with a scalar in `there`

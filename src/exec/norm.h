@@ -102,7 +102,6 @@ class Norm {
   static std::string payload_of(const Head& head, const std::string& flags,
                                 const std::string& said);
   void compare_history(const std::vector<std::string>& all, const Head& mine) const;
-  bool stay_on_device() const;  // whether gradients never leave the device
   std::array<uint64_t, 2> history();
 
   // Hash of the device collectives that a lane made up to one point in its queue.

@@ -38,7 +38,7 @@ void Params::move_to(int index, Phase phase) {
   const Placement& wanted = rank_.cell(Role::kParam, phase);
   const Copies& book = rank_.units[index].params;
   if (book.current() == wanted) return;
-  if (wanted == rank_.cell(Role::kParam, Phase::kRest)) return drop(index);
+  if (wanted == rank_.cells.param_rest) return drop(index);
   if (wanted != rank_.whole() && !whole(index)) return;  // the unit may also stay at rest
   const std::vector<Move> moves = book.way_to(wanted);
   const Step step{.op = Op::kMove, .units = {index}, .moves = moves};

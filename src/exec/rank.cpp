@@ -49,14 +49,10 @@ void Lanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
   update.record(recorder, "update");
 }
 
-Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memory,
+Rank::Rank(const Table& strategy, const Mesh& ranks, Group& peers, mem::Tiers& memory,
            std::vector<UnitState> parts)
-    : table(cells.on(ranks)),
-      grads_on_disk(table.grads_wait_on_disk()),
-      grads_in_chunks(table.grads_come_in_chunks()),
-      publishes_chunks(table.publishes_chunks()),
-      has_master{table.has_master(Dtype::kFp32), table.has_master(Dtype::kBf16),
-                 table.has_master(Dtype::kFp16)},
+    : table(strategy.on(ranks)),
+      cells(table),
       mesh(ranks),
       groups(ranks, peers.rank()),
       group(peers),
@@ -68,9 +64,9 @@ Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memo
   tiers.computes.make_current();  // [Note: Contexts]
   connect();
   for (UnitState& unit : units) {
-    unit.params = Copies::resting(cell(Role::kParam, Phase::kRest));
+    unit.params = Copies::resting(cells.param_rest);
     unit.grads = Copies::moving();
-    unit.attached = cell(Role::kParam, Phase::kRest) == whole();
+    unit.attached = cells.param_rest == whole();
   }
 }
 
@@ -118,8 +114,8 @@ Buffer Rank::buffer_at(const Placement& place, const Flat& flat) const {
 }
 
 void Rank::claim_params(Flat& flat) {
-  const Placement& rest = cell(Role::kParam, Phase::kRest);
-  const Placement& held = cell(Role::kParam, Phase::kHold);
+  const Placement& rest = cells.param_rest;
+  const Placement& held = cells.param_hold;
   // Reserves room for all possible copies. Lanes keep a pointer to the resting copy while other
   // copies are added and removed, so the vector must not reallocate.
   flat.params.reserve(4);
@@ -135,8 +131,8 @@ void Rank::claim_params(Flat& flat) {
 }
 
 void Rank::claim_state(Flat& flat, int num_chunks, int num_moments) {
-  const Placement& held = cell(Role::kGrad, Phase::kHold);
-  const Placement& optim = cell(Role::kOptim, Phase::kRest);
+  const Placement& held = cells.grad_hold;
+  const Placement& optim = cells.optim_rest;
   if (held.tier == Tier::kDisk) {
     Copy& copy = flat.grads.emplace_back();
     copy.place = held;
@@ -165,11 +161,12 @@ void Rank::claim_state(Flat& flat, int num_chunks, int num_moments) {
       Buffer& buffer = state.buffers.emplace_back();
       buffer.dtype = i == 0 ? Dtype::kFp32 : optim.dtype;
       buffer.tier = optim.tier;
-      if (i > 0 || table.has_master(flat.dtype)) buffer.numel = chunk.numel;
+      if (i > 0 || keeps_master(flat)) buffer.numel = chunk.numel;
       reserve(buffer);
     }
-    if (publishes_chunks) chunk.param = part_of(flat.rest().one(), begin, chunk.numel);
-    if (grads_in_chunks) chunk.gradient = part_of(flat.grads.front().one(), begin, chunk.numel);
+    if (cells.publishes_chunks) chunk.param = part_of(flat.rest().one(), begin, chunk.numel);
+    if (cells.grads_in_chunks)
+      chunk.gradient = part_of(flat.grads.front().one(), begin, chunk.numel);
   }
 }
 

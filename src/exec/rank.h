@@ -59,12 +59,12 @@ struct Lanes {
 int count_slots(const std::vector<UnitState>& units);
 
 struct Rank {
-  Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memory,
+  Rank(const Table& strategy, const Mesh& ranks, Group& peers, mem::Tiers& memory,
        std::vector<UnitState> parts);
 
   const Placement& cell(Role role, Phase phase) const { return table.at(role, phase); }
   // Returns the placement of parameters for computing.
-  const Placement& whole() const { return cell(Role::kParam, Phase::kForward); }
+  const Placement& whole() const { return cells.param_forward; }
   Dtype dtype_of(const Placement& place, const Flat& flat) const {
     return table.dtype_in(place, flat.dtype);
   }
@@ -74,8 +74,7 @@ struct Rank {
   // Returns the number of the chunk's elements in the update cell. A flat with one chunk may be
   // sharded differently at rest.
   int64_t numel_updated(const Flat& flat, const ChunkState& chunk) const {
-    return flat.chunks.size() > 1 ? chunk.numel
-                                  : numel_of(cell(Role::kOptim, Phase::kUpdate), flat);
+    return flat.chunks.size() > 1 ? chunk.numel : numel_of(cells.optim_update, flat);
   }
   // Returns the first element of this rank's shard under `place`.
   int64_t begin_of(const Placement& place, const Flat& flat) const {
@@ -85,14 +84,16 @@ struct Rank {
   // unchanged. This is possible if forward and backward use the resting copy and the masters are in
   // separate buffers. The update copies such edits to the masters.
   bool users_write(const Flat& flat) const {
-    return flat.trainable && flat.rest().place == whole() &&
-           has_master[static_cast<size_t>(flat.dtype)];
+    return flat.trainable && flat.rest().place == whole() && keeps_master(flat);
+  }
+  bool keeps_master(const Flat& flat) const {
+    return cells.has_master[static_cast<size_t>(flat.dtype)];
   }
   // Returns whether a search for such edits copies parameters from a device to the host. If so, the
   // update searches only if fingerprints (Flat::left) show an edit.
   bool edits_cross(const Flat& flat) const {
     return users_write(flat) && flat.rest().one().data().device != nullptr &&
-           cell(Role::kOptim, Phase::kUpdate).tier != Tier::kDevice;
+           !cells.updates_on_device();
   }
   Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
     return {route(from, moves, mesh, group.rank(), consumes), mesh, groups, tiers};
@@ -124,9 +125,7 @@ struct Rank {
   }
 
   const Table table;
-  // Computed from the table once, because every update reads them.
-  const bool grads_on_disk, grads_in_chunks, publishes_chunks;
-  const std::array<bool, 3> has_master;  // by Dtype
+  const Cells cells;
   const Mesh mesh;
   const Groups groups;
   Group& group;

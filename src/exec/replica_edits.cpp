@@ -227,7 +227,7 @@ void ReplicaEdits::compare(const std::string& suspects) {
   const std::vector<std::string> prints =
       share("values of edited parameters",
             {reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(Print)});
-  const Placement& updated = rank_.cell(Role::kOptim, Phase::kUpdate);
+  const Placement& updated = rank_.cells.optim_update;
   const bool replicated = num_shards(updated, rank_.mesh) == 1;
   const auto of = [&](size_t rank, size_t i) {
     Print one;

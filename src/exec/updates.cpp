@@ -27,9 +27,7 @@ bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
 }
 
 // Returns whether the flat's resting parameters are its masters.
-bool shares_master(const Rank& rank, const Flat& flat) {
-  return !rank.has_master[static_cast<size_t>(flat.dtype)];
-}
+bool shares_master(const Rank& rank, const Flat& flat) { return !rank.keeps_master(flat); }
 
 // Returns whether the publish only gathers, because the masters are this rank's shards of the
 // resting parameters.
@@ -38,7 +36,7 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
          std::all_of(units.begin(), units.end(), [&](int unit) {
            const std::vector<Flat>& flats = rank.units[unit].flats;
            return std::all_of(flats.begin(), flats.end(), [&](const Flat& flat) {
-             return !flat.trainable || !rank.has_master[static_cast<size_t>(flat.dtype)];
+             return !flat.trainable || !rank.keeps_master(flat);
            });
          });
 }
@@ -49,7 +47,7 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
 // layer is zero if the next layer is initialized to zero.
 void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slot*>* compared) {
   const Groups& groups = rank.groups;
-  if (rank.cell(Role::kGrad, Phase::kUpdate).tier != Tier::kDevice) arrive_on_host(rank, gradients);
+  if (rank.cells.grad_update.tier != Tier::kDevice) arrive_on_host(rank, gradients);
   std::vector<const Slot*> slots;
   std::vector<double> squares;
   std::vector<at::Tensor> there;       // sums of squares that are on the device
@@ -144,7 +142,7 @@ void Updates::finish() {
 }
 
 void Updates::on_lane(const std::vector<int>& units, std::function<void()> work) {
-  if (rank_.cell(Role::kOptim, Phase::kUpdate).tier == Tier::kDevice) return work();
+  if (rank_.cells.updates_on_device()) return work();
   const device::Fence done = lanes_.update.submit(std::move(work));
   for (const int unit : units) rank_.units[unit].updated = done;
 }
@@ -198,7 +196,7 @@ void Updates::prepare_external() {
       const Copy* gradient = flat.trainable ? gradients_.held(flat) : nullptr;
       if (gradient == nullptr) continue;
       const Buffer& sum = gradient->one();
-      const Tier tier = rank_.cell(Role::kOptim, Phase::kUpdate).tier;
+      const Tier tier = rank_.cells.optim_update.tier;
       flat.gradient32 = rank_.tiers.arena(tier).take(sum.numel * 4, mem::Account::kGrad);
       for (ChunkState& chunk : flat.chunks) {
         take_edits(flat, master_of(flat, chunk), chunk.begin, rank_.numel_updated(flat, chunk));
@@ -226,7 +224,7 @@ void Updates::move(const PlannedStep& planned) {
 
 void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& planned) {
   const std::vector<Move>& moves = planned.step.moves;
-  const Placement& at = rank_.cell(Role::kOptim, Phase::kUpdate);
+  const Placement& at = rank_.cells.optim_update;
   const bool fetches = apply_all(chunk.optim.front().place, moves) == at;
   PENSTOCK_ASSERT(fetches == (chunk.optim.size() == 1) && (!fetches || chunk.optim.front().valid),
                   concat("[exec::move] the optimizer state is not where this plan line starts: ",
@@ -295,7 +293,7 @@ void Updates::discard() {
 // ---- the optimizer
 
 std::pair<int64_t, int64_t> Updates::owned(const Flat& flat) const {
-  const Placement& place = rank_.cell(Role::kOptim, Phase::kUpdate);
+  const Placement& place = rank_.cells.optim_update;
   const int64_t begin = rank_.begin_of(place, flat);
   return {begin, begin + rank_.numel_of(place, flat)};
 }
@@ -333,7 +331,7 @@ void Updates::update(const PlannedStep& planned) {
   gradients_.finish();
   on_lane(planned.step.units, [this, units = planned.step.units, chunk = planned.step.chunk,
                                back = planned.writes_back, reduced = gradients_.last_move()] {
-    if (rank_.cell(Role::kOptim, Phase::kUpdate).tier != Tier::kDevice) reduced.wait_on_host();
+    if (!rank_.cells.updates_on_device()) reduced.wait_on_host();
     for (const int unit : units) update_unit(unit, chunk, back);
   });
 }
@@ -377,11 +375,11 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
   if (!used || numel == 0) return;  // no rank has a gradient in this window
   const Copy* gradient = gradients_.held(flat);
   const Placement& wanted =
-      rank_.cell(Role::kGrad, rank_.grads_in_chunks ? Phase::kHold : Phase::kUpdate);
+      rank_.cells.grads_in_chunks ? rank_.cells.grad_hold : rank_.cells.grad_update;
   PENSTOCK_ASSERT(gradient != nullptr && gradient->place == wanted,
                   concat("[exec::update] no plan line moved the gradient of ",
                          flat.slots.front().name, " to the optimizer's placement"));
-  PENSTOCK_ASSERT(state.optim.back().place == rank_.cell(Role::kOptim, Phase::kUpdate),
+  PENSTOCK_ASSERT(state.optim.back().place == rank_.cells.optim_update,
                   concat("[exec::update] no plan line moved the optimizer state of ",
                          flat.slots.front().name, " to the optimizer's placement"));
   const int64_t begin = owned(flat).first + state.begin, end = begin + numel;
@@ -411,7 +409,7 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
 void Updates::add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk,
                       std::pair<int64_t, int64_t> part, const Slot& slot, bool writes_back) {
   const int64_t begin = part.first;
-  const Buffer& sum = rank_.grads_in_chunks ? chunk.gradient : gradients_.held(flat)->one();
+  const Buffer& sum = rank_.cells.grads_in_chunks ? chunk.gradient : gradients_.held(flat)->one();
   const device::Address master = master_of(flat, chunk) + begin * 4;
   const device::Address grad = sum.at(&sum == &chunk.gradient ? begin : chunk.begin + begin);
   PENSTOCK_ASSERT(grad.device == master.device,
@@ -424,7 +422,7 @@ void Updates::add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk,
   range.grad_dtype = sum.dtype;
   range.grad = grad.data;
   range.numel = part.second - begin;
-  range.moment_dtype = rank_.cell(Role::kOptim, Phase::kUpdate).dtype;
+  range.moment_dtype = rank_.cells.optim_update.dtype;
   range.param_dtype = flat.rest().one().dtype;
   if (!update_.external) take_edits(flat, master, chunk.begin + begin, range.numel);
   Published out = writes_back && !shares_master(rank_, flat)
@@ -493,7 +491,7 @@ void Updates::publish_to_disk(int unit, const Chunk& chunk) {
 // the update lane runs the whole route on its own channel.
 void Updates::publish(const PlannedStep& planned) {
   const std::vector<int>& units = planned.step.units;
-  if (rank_.publishes_chunks) {
+  if (rank_.cells.publishes_chunks) {
     return on_lane(units, [this, step = planned.step] {
       for (const int unit : step.units) publish_to_disk(unit, step.chunk);
     });

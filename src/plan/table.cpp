@@ -189,4 +189,19 @@ Table Table::parse(const std::string& text) {
   return table;
 }
 
+Cells::Cells(const Table& table)
+    : param_rest(table.at(Role::kParam, Phase::kRest)),
+      param_forward(table.at(Role::kParam, Phase::kForward)),
+      param_hold(table.at(Role::kParam, Phase::kHold)),
+      grad_hold(table.at(Role::kGrad, Phase::kHold)),
+      grad_update(table.at(Role::kGrad, Phase::kUpdate)),
+      optim_rest(table.at(Role::kOptim, Phase::kRest)),
+      optim_update(table.at(Role::kOptim, Phase::kUpdate)),
+      act_hold(table.at(Role::kAct, Phase::kHold)),
+      grads_on_disk(table.grads_wait_on_disk()),
+      grads_in_chunks(table.grads_come_in_chunks()),
+      publishes_chunks(table.publishes_chunks()),
+      has_master{table.has_master(Dtype::kFp32), table.has_master(Dtype::kBf16),
+                 table.has_master(Dtype::kFp16)} {}
+
 }  // namespace penstock

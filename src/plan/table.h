@@ -69,6 +69,21 @@ class Table {
   std::array<std::array<Placement, kNumPhases>, kNumRoles> cells_{};
 };
 
+// What an executor reads of a table, computed once.
+struct Cells {
+  explicit Cells(const Table& table);
+  bool updates_on_device() const { return optim_update.tier == Tier::kDevice; }
+  bool grads_stay_on_device() const {
+    return grad_hold.tier == Tier::kDevice && grad_update.tier == Tier::kDevice;
+  }
+  const Placement param_rest, param_forward, param_hold;
+  const Placement grad_hold, grad_update;
+  const Placement optim_rest, optim_update;
+  const Placement act_hold;
+  const bool grads_on_disk, grads_in_chunks, publishes_chunks;  // as of Table's functions
+  const std::array<bool, 3> has_master;                         // by Dtype
+};
+
 struct TableOptions {
   Dtype precision = Dtype::kFp32;
   bool accumulate = false;  // several backwards per step: the accumulated sums are fp32

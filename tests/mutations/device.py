@@ -108,7 +108,7 @@ BESIDE_A_DEVICE = [
     Mutation(
         "the norm does not wait for gradients that come to the host",
         NORM,
-        "  if (!stay_on_device()) arrive_on_host(rank_, gradients_);\n",
+        "  if (!rank_.cells.grads_stay_on_device()) arrive_on_host(rank_, gradients_);\n",
         "",
         TABLES,
     ),

@@ -67,7 +67,7 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "gradients that were set are added up once more",
         GRADIENTS,
-        "  const bool open = made || !rank_.grads_on_disk;\n",
+        "  const bool open = made || !rank_.cells.grads_on_disk;\n",
         "  const bool open = made && !made;\n",
         life("changes_gradients"),
     ),
@@ -88,7 +88,7 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "gradients on disk are added up each time with those before",
         GRADIENTS,
-        "rank_.grads_on_disk ? &sum_of(flat) : held(flat)",
+        "rank_.cells.grads_on_disk ? &sum_of(flat) : held(flat)",
         "held(flat)",
         ON_DISK,
     ),
@@ -229,8 +229,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "tokens of a ring are in the order of heads",
         "python/penstock/parallel/sequence_parallel.py",
-        "own = [index, chunks - 1 - index] if self._ring else [index]",
-        "own = [2 * index, 2 * index + 1] if self._ring else [index]",
+        "for of in (group, 2 * self._groups - 1 - group))",
+        "for of in (2 * group, 2 * group + 1))",
         Pytest(("tests/parity/test_sequence.py", "-k", "parallel and gpt2")),
     ),
     Mutation(
