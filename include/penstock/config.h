@@ -147,7 +147,7 @@ struct ParallelConfig {
   int virtual_stages = 1;          // stages per rank; above 1 only with "gpipe" or "interleaved"
   bool cut_logits = false;         // true: gathers logits of a "vocab" head only when they are read
   std::string norms = "whole";     // "tokens": a rank has a part of the tokens between layers
-  std::string sequence = "heads";  // attention of sequence ranks; "ring": keys and values travel
+  std::string sequence = "heads";  // attention of sequence ranks: "heads", "ring" or "both"
   // Rules that the first training forward checks against uncut modules: "own" (rules of the
   // config), "all" (also rules that come with the model) or "off".
   std::string verify = "own";

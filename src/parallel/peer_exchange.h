@@ -43,6 +43,8 @@ class Peers {
     channel_.recorder = std::move(recorder);
   }
 
+  // Returns a hash of the exchanges on the device so far.
+  uint64_t history() const { return channel_.history(); }
   int rank() const { return members_.index; }
   int size() const { return members_.size(); }
 

@@ -185,7 +185,8 @@ class Case:
         if cut and self.steps in ("two", "eight"):
             made["parallel"] = made.get("parallel", {}) | {"cut_logits": True}
         if self.size("sequence") > 1 and self.steps in ("two", "eight"):
-            made["parallel"] = made.get("parallel", {}) | {"sequence": "ring"}
+            way = "ring" if self.size("sequence") == 2 else "both"
+            made["parallel"] = made.get("parallel", {}) | {"sequence": way}
         if self.cuts_tokens:
             made["parallel"] = made.get("parallel", {}) | {"norms": "tokens"}
         if self.size("pipeline") > self.micro:

@@ -1,8 +1,8 @@
 """Servers that have imported torch, and that fork the rank processes of pools.
 
-Importing torch takes seconds of a processor, forking milliseconds. Python draws the order of sets of
-strings for each interpreter, and real ranks are interpreters of their own: neighbours come from
-different servers, so that ranks which iterate over a set still differ.
+Importing torch takes seconds of a processor, forking takes milliseconds. Each interpreter iterates
+over sets of strings in an order of its own, and real ranks are separate interpreters. So neighbours
+come from different servers, and the tests still notice ranks that depend on such an order.
 """
 
 from __future__ import annotations

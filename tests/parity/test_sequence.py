@@ -56,7 +56,7 @@ def compared(kind: str, strategy: str, mesh: Any, extra: Any, config: Any) -> di
 
 S2, S4 = {"sequence": 2}, {"sequence": 4}
 RECOMPUTED = {"activations": {"checkpoint": "unit"}}
-RING = {"parallel": {"sequence": "ring"}}
+RING, BOTH = ({"parallel": {"sequence": way}} for way in ("ring", "both"))
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
 CASES = [
     ("llama", "zero3", 2, S2, {}, {}),
@@ -80,6 +80,12 @@ CASES = [
     ("qwen3", "zero3", 2, S2, {}, RING | RECOMPUTED),
     ("phi3", "zero3", 2, S2, {}, RING),
     ("gpt2", "zero3", 4, S4, {}, RING | RECOMPUTED),
+    ("llama", "zero3", 4, S4, {}, BOTH | RECOMPUTED),  # 2 groups of 2 ranks, for 2 key heads
+    ("llama", "zero1", 8, {"sequence": 8}, {}, BOTH),  # 4 groups
+    ("qwen3", "zero2", 8, S4, {}, BOTH),  # 2 data ranks
+    ("gpt2", "zero1", 8, {"sequence": 4, "tensor": 2}, {}, BOTH),
+    ("gpt2", "ddp", 4, S4, {"n_head": 1}, BOTH),  # a ring
+    ("phi3", "zero3", 2, S2, {}, BOTH),  # heads
 ]
 
 

@@ -3,11 +3,12 @@
 Each rank of `mesh.sequence` computes its part of every sequence. In attention the ranks exchange
 tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each rank has full sequences of some
 heads, or keys and values travel around the ranks ("parallel.sequence": "ring", arXiv:2310.01889).
-The C++ core runs the exchanges (`_penstock.SequenceRanks`); this module makes transformers models
-call them.
+With "both", neighbours exchange tokens for heads, and their groups form the ring. The C++ core runs
+the exchanges (`_penstock.SequenceRanks`); this module makes transformers models call them.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,13 +34,14 @@ class SequenceParallel:
     def __init__(
         self, model: torch.nn.Module, core: Any, config: Any, installed: list[Any]
     ) -> None:
-        self._count = config.mesh.sequence
+        self._count: int = config.mesh.sequence
         if self._count == 1:
             return
         self._model, self._tensor = model, config.mesh.tensor
-        self._ring = config.parallel.sequence == "ring"
-        self._check()
-        self._ranks = _penstock.SequenceRanks(core)
+        # Ranks that exchange tokens for heads, and groups of them around which keys travel.
+        self._neighbours = self._check(config.parallel.sequence)
+        self._groups = self._count // self._neighbours
+        self._ranks = _penstock.SequenceRanks(core, self._neighbours)
         self._modules = {module for _, module in module_tree.modules_of(model)}
         self._cut = False  # the running forward computes a part
         self._mask: torch.Tensor | None = None  # attention mask of full sequences
@@ -55,7 +57,8 @@ class SequenceParallel:
     def _refuse(self, what: str) -> None:
         raise ConfigError(f'[front::initialize] "mesh.sequence" is {self._count}: {what}')
 
-    def _check(self) -> None:
+    def _check(self, way: str) -> int:
+        """Returns how many ranks exchange tokens for heads; `way` is "parallel.sequence"."""
         config = getattr(self._model, "config", None)
         kind = getattr(config, "model_type", type(self._model).__name__)
         if kind not in KNOWN or self._loss_name() != "ForCausalLMLoss":
@@ -73,18 +76,21 @@ class SequenceParallel:
                 "the rotary embedding depends on the sequence length, and a rank has only a part "
                 "of the sequence"
             )
-        if self._ring:
-            return
+        if way == "ring":
+            return 1
         heads = config.num_attention_heads  # type: ignore[union-attr]
         keys = getattr(config, "num_key_value_heads", None) or heads
         own, own_keys = heads // self._tensor, max(1, keys // self._tensor)
+        if way == "both":
+            return math.gcd(self._count, own, own_keys)
         if own % self._count or (own_keys % self._count and self._count % own_keys):
             self._refuse(
                 f"the model has {own} attention heads and {own_keys} key and value heads (on "
                 f'each tensor rank). Both must be multiples of "mesh.sequence"; the number of key '
-                f'and value heads may also be a divisor of it. With "parallel.sequence": "ring" '
-                f"any numbers are allowed"
+                f'and value heads may also be a divisor of it. With "parallel.sequence": "both" '
+                f'or "ring" any numbers are allowed'
             )
+        return self._count
 
     # ---- a forward
 
@@ -142,7 +148,7 @@ class SequenceParallel:
                 f"[front::forward] with mesh.sequence > 1, attention covers full sequences of "
                 f"{length} tokens, but this model's attention window is {window} tokens"
             )
-        chunks = 2 * self._count if self._ring else self._count
+        chunks = self._count if self._groups == 1 else 2 * self._count
         padded = -(-length // chunks) * chunks
         self._mask = self._whole_mask(batch.pop("attention_mask", None), first, padded)
         if "labels" in batch:
@@ -151,16 +157,24 @@ class SequenceParallel:
         batch.setdefault(
             "position_ids", positions
         )  # padding gets position 0, which every model has
-        index = self._ranks.index
-        # A ring's first chunks have less to compute than its last ones, so each rank gets one of
-        # each ([Note: Zigzag] in ring_attention.h).
-        own = [index, chunks - 1 - index] if self._ring else [index]
+        own = self._chunks_of(self._ranks.index)
         for name in (*_ALONG_TOKENS, "shift_labels"):
             if torch.is_tensor(batch.get(name)):
                 fill = _IGNORED if "labels" in name else 0
                 parts = _padded(batch[name], padded, fill).chunk(chunks, dim=1)
                 batch[name] = torch.cat([parts[chunk] for chunk in own], dim=1)
         return batch
+
+    def _chunks_of(self, index: int) -> list[int]:
+        """Returns which chunks of a sequence a rank has."""
+        if self._groups == 1:
+            return [index]
+        # The first chunks of a ring have less to compute than its last ones, so each group gets
+        # some of each ([Note: Zigzag] in ring_attention.h).
+        group, place = divmod(index, self._neighbours)
+        first, last = (of * self._neighbours for of in (group, 2 * self._groups - 1 - group))
+        shared = [begin + i for begin in (first, last) for i in range(self._neighbours)]
+        return shared[2 * place : 2 * place + 2]
 
     def _count_labels(self, batch: dict[str, Any]) -> None:
         """Sets labels so that the loss is this rank's sum, divided by the number of all labels."""
@@ -196,7 +210,7 @@ class SequenceParallel:
         if given is None or bool(given.bool().all()):
             return None  # padding comes last, so no token attends to it
         attended = _padded(given.bool(), padded, False)
-        if self._ring:
+        if self._groups > 1:
             return attended
         mask = attended[:, None, None, :].expand(-1, 1, padded, -1)
         # If a token comes before the first unmasked one, it attends to no token, and torch returns
@@ -252,13 +266,13 @@ class SequenceParallel:
                 "[front::forward] with mesh.sequence > 1, a position bias is not supported yet"
             )
         _check_causal(options.get("is_causal"), module)
-        if self._ring:
-            return self._in_ring(query, key, value, mask, options), None
-        count, exchange = self._count, self._ranks.all_to_all
+        count = self._neighbours
         if key.shape[1] % count:  # fewer key heads than ranks
             more = count // key.shape[1]
             key, value = (part.repeat_interleave(more, dim=1) for part in (key, value))
-        query, key, value = (exchange(part, 1, 2) for part in (query, key, value))
+        query, key, value = (self._exchanged(part) for part in (query, key, value))
+        if self._groups > 1:
+            return self._exchanged(self._in_ring(query, key, value, mask, options)), None
         groups = getattr(module, "num_key_value_groups", None)
         if groups is not None:
             module.num_key_value_groups = query.shape[1] // key.shape[1]
@@ -267,7 +281,11 @@ class SequenceParallel:
         finally:
             if groups is not None:
                 module.num_key_value_groups = groups
-        return exchange(output, 1, 2), weights
+        return self._exchanged(output), weights
+
+    def _exchanged(self, part: torch.Tensor) -> torch.Tensor:
+        """Exchanges parts of dim 2 for parts of dim 1 among neighbours."""
+        return self._ranks.all_to_all(part, 1, 2) if self._neighbours > 1 else part
 
     def _in_ring(
         self,
@@ -279,7 +297,7 @@ class SequenceParallel:
     ) -> torch.Tensor:
         if options.get("dropout"):
             raise ConfigError(
-                '[front::forward] "parallel.sequence": "ring" does not support dropout of '
+                '[front::forward] a ring ("parallel.sequence") does not support dropout of '
                 'attention weights. Set the model\'s attention dropout to 0, or use "heads"'
             )
         scale = options.get("scaling") or query.shape[-1] ** -0.5

@@ -56,15 +56,62 @@ void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
   }
 }
 
+SequenceAxis::SequenceAxis(Members ranks, Connect connect)
+    : ranks_(std::move(ranks)), connect_(std::move(connect)), all_(connect_(ranks_, "sequence")) {}
+
+void SequenceAxis::arrange(int size) {
+  const int count = ranks_.size(), place = ranks_.index % size, group = ranks_.index / size;
+  PENSTOCK_ASSERT(size > 0 && count % size == 0,
+                  concat("[engine::SequenceAxis] groups of ", size, " of ", count, " ranks"));
+  Members neighbours{{}, place}, ring{{}, group};
+  for (int i = 0; i < size; ++i) neighbours.ranks.push_back(ranks_.ranks[group * size + i]);
+  for (int i = place; i < count; i += size) ring.ranks.push_back(ranks_.ranks[i]);
+  const auto made = [&](const Members& some, const char* lane) {
+    if (some.size() == 1) return std::shared_ptr<parallel::Peers>();
+    return some.size() == count ? all_ : connect_(some, lane);
+  };
+  neighbours_ = made(neighbours, "heads");  // all ranks connect in this order
+  ring_ = made(ring, "ring");
+}
+
+const std::shared_ptr<parallel::Peers>& SequenceAxis::neighbours() const {
+  PENSTOCK_ASSERT(neighbours_ != nullptr, "[engine::SequenceAxis] a group has one rank");
+  return neighbours_;
+}
+
+const std::shared_ptr<parallel::Peers>& SequenceAxis::ring() const {
+  PENSTOCK_ASSERT(ring_ != nullptr, "[engine::SequenceAxis] there is one group");
+  return ring_;
+}
+
+std::vector<parallel::Peers*> SequenceAxis::peers() const {
+  std::vector<parallel::Peers*> peers = {all_.get()};
+  for (const auto& some : {neighbours_, ring_}) {
+    if (some != nullptr && some != all_) peers.push_back(some.get());
+  }
+  return peers;
+}
+
+int SequenceAxis::compare(const std::vector<at::Tensor>& values, const std::string& text) const {
+  std::string all = text;
+  for (const parallel::Peers* some : peers()) all += concat(" ", some->history());
+  return all_->compare(values, all, "").first;
+}
+
+std::vector<parallel::Peers*> ModelRanks::peers() {
+  std::vector<parallel::Peers*> peers;
+  if (sequence) peers = sequence->peers();
+  if (tensor) peers.insert(peers.begin(), &tensor->peers());
+  return peers;
+}
+
 void ModelRanks::set_step(int64_t step) {
-  if (tensor) tensor->peers().set_step(step);
-  if (sequence) sequence->set_step(step);
+  for (parallel::Peers* some : peers()) some->set_step(step);
   if (stages) stages->set_step(step);
 }
 
 void ModelRanks::record(const std::shared_ptr<trace::Recorder>& recorder) {
-  if (tensor) tensor->peers().record(recorder);
-  if (sequence) sequence->record(recorder);
+  for (parallel::Peers* some : peers()) some->record(recorder);
   if (stages) stages->record(recorder);
 }
 
@@ -73,8 +120,7 @@ std::string ModelRanks::cut_short() const {
 }
 
 void ModelRanks::close() {
-  if (tensor) tensor->peers().close();
-  if (sequence) sequence->close();
+  for (parallel::Peers* some : peers()) some->close();
   if (stages) stages->close();
 }
 
@@ -82,9 +128,8 @@ void ModelRanks::close() {
 // exchanges.
 std::exception_ptr ModelRanks::take_fault() {
   std::exception_ptr fault;
-  if (tensor) fault = tensor->peers().take_fault();
-  if (sequence) {
-    const std::exception_ptr other = sequence->take_fault();
+  for (parallel::Peers* some : peers()) {
+    const std::exception_ptr other = some->take_fault();
     if (!fault) fault = other;
   }
   return fault;

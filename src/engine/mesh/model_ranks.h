@@ -3,6 +3,7 @@
 // (with the modules that they cut), the sequence ranks, and the ranks of a pipeline (with their
 // stages). Used only by the model's thread.
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -52,11 +53,37 @@ class TensorAxis {
   std::map<int, size_t> uncalled_;
 };
 
+// The ranks of one sequence, in groups of neighbours. In attention, neighbours exchange tokens for
+// heads, and keys and values travel around the ranks that have the same place in their groups.
+class SequenceAxis {
+ public:
+  using Connect =
+      std::function<std::shared_ptr<parallel::Peers>(const Members& ranks, const char* lane)>;
+  SequenceAxis(Members ranks, Connect connect);
+
+  // [all ranks] `size`: ranks per group, a divisor of the number of ranks.
+  void arrange(int size);
+  const std::shared_ptr<parallel::Peers>& all() const { return all_; }
+  // Must follow arrange() with several ranks per group, or with several groups.
+  const std::shared_ptr<parallel::Peers>& neighbours() const;
+  const std::shared_ptr<parallel::Peers>& ring() const;
+  std::vector<parallel::Peers*> peers() const;
+  // Compares values, `text` and the exchanges on the device so far. Returns the first rank that
+  // differs from the first one (< 0: none).
+  int compare(const std::vector<at::Tensor>& values, const std::string& text) const;
+
+ private:
+  const Members ranks_;
+  const Connect connect_;
+  std::shared_ptr<parallel::Peers> all_;
+  std::shared_ptr<parallel::Peers> neighbours_, ring_;  // null if this would be one rank
+};
+
 // The members are set only if their axis has several ranks.
 struct ModelRanks {
-  std::optional<TensorAxis> tensor;           // mesh.tensor > 1
-  std::shared_ptr<parallel::Peers> sequence;  // mesh.sequence > 1
-  std::optional<StageLanes> stages;           // mesh.pipeline > 1
+  std::optional<TensorAxis> tensor;      // mesh.tensor > 1
+  std::optional<SequenceAxis> sequence;  // mesh.sequence > 1
+  std::optional<StageLanes> stages;      // mesh.pipeline > 1
 
   void set_step(int64_t step);
   void record(const std::shared_ptr<trace::Recorder>& recorder);
@@ -67,6 +94,9 @@ struct ModelRanks {
   // Returns the exception that an exchange of tensor or sequence ranks threw since the last call,
   // or null.
   std::exception_ptr take_fault();
+
+ private:
+  std::vector<parallel::Peers*> peers();
 };
 
 }  // namespace penstock::engine

@@ -8,19 +8,25 @@
 
 namespace penstock {
 
-SequenceRanks::SequenceRanks(const Core& core) : state_(core.state_) {
-  if (state_->model_ranks.sequence != nullptr) return;
-  throw ConfigError("[engine::SequenceRanks] \"mesh.sequence\" is 1, so sequences are not cut");
+SequenceRanks::SequenceRanks(const Core& core, int neighbours) : state_(core.state_) {
+  engine::ModelRanks& ranks = state_->model_ranks;
+  if (!ranks.sequence) {
+    throw ConfigError("[engine::SequenceRanks] \"mesh.sequence\" is 1, so sequences are not cut");
+  }
+  ranks.sequence->arrange(neighbours);
+  ranks.record(state_->tiers.recorder);
+  ranks.set_step(state_->steps + 1);
 }
 
-int SequenceRanks::index() const { return state_->model_ranks.sequence->rank(); }
-int SequenceRanks::count() const { return state_->model_ranks.sequence->size(); }
+int SequenceRanks::index() const { return state_->model_ranks.sequence->all()->rank(); }
+int SequenceRanks::count() const { return state_->model_ranks.sequence->all()->size(); }
 
 at::Tensor SequenceRanks::all_to_all(const at::Tensor& part, int64_t cut_dim,
                                      int64_t join_dim) const {
   state_->check_open("forward");
   static const comm::Label kLabel("tokens for heads");
-  return parallel::all_to_all(part, cut_dim, join_dim, {state_->model_ranks.sequence, kLabel});
+  return parallel::all_to_all(part, cut_dim, join_dim,
+                              {state_->model_ranks.sequence->neighbours(), kLabel});
 }
 
 at::Tensor SequenceRanks::ring_attention(const at::Tensor& query, const at::Tensor& key,
@@ -30,19 +36,19 @@ at::Tensor SequenceRanks::ring_attention(const at::Tensor& query, const at::Tens
   state_->check_open("forward");
   static const comm::Label kLabel("keys and values");
   return parallel::ring_attention(query, key, value, attended, scale,
-                                  {state_->model_ranks.sequence, kLabel});
+                                  {state_->model_ranks.sequence->ring(), kLabel});
 }
 
 at::Tensor SequenceRanks::sum_losses(const at::Tensor& addend) const {
   state_->check_open("forward");
   static const comm::Label kLabel("loss");
-  return parallel::sum_losses(addend, {state_->model_ranks.sequence, kLabel});
+  return parallel::sum_losses(addend, {state_->model_ranks.sequence->all(), kLabel});
 }
 
 void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
                             const std::string& others) const {
   state_->check_open("forward");
-  const auto [different, alike] = state_->model_ranks.sequence->compare(inputs, others, "");
+  const int different = state_->model_ranks.sequence->compare(inputs, others);
   if (different < 0) return;
   throw RuntimeFault(
       concat("[engine::forward] ", count(),

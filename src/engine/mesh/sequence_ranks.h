@@ -1,7 +1,8 @@
 #pragma once
 // SequenceRanks: ranks that each have a part of the same sequences (config key "mesh.sequence").
-// For attention they exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), or keys and
-// values travel around them (ring attention, arXiv:2310.01889). Docs: docs/parallel.md.
+// For attention, groups of neighbours exchange tokens for heads (DeepSpeed-Ulysses,
+// arXiv:2309.14509), and keys and values travel around the groups (ring attention,
+// arXiv:2310.01889). One group may have all ranks, or each group one rank. Docs: docs/parallel.md.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -20,20 +21,21 @@ namespace penstock {
 // RuntimeFault.
 class PENSTOCK_API SequenceRanks {
  public:
-  // Throws ConfigError if sequences are not cut.
-  explicit SequenceRanks(const Core& core);
+  // [all ranks] `neighbours`: ranks per group, a divisor of count(). Throws ConfigError if
+  // sequences are not cut, and RuntimeFault if the ranks cannot be connected.
+  SequenceRanks(const Core& core, int neighbours);
 
   int index() const;
   int count() const;
 
-  // Changes the dim along which ranks have parts, from `join_dim` to `cut_dim`. `part` is this
+  // Changes the dim along which neighbours have parts, from `join_dim` to `cut_dim`. `part` is this
   // rank's part along `join_dim` and has all of `cut_dim`. The result is this rank's part along
   // `cut_dim` and has all of `join_dim`. Throws c10::Error if the size along `cut_dim` is not
-  // divisible by count().
+  // divisible by the number of neighbours.
   at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim) const;
-  // Returns this rank's part of the causal attention over full sequences. Shapes and parts are
-  // those of src/parallel/ring_attention.h. `attended` [batch, tokens] bool: keys that may be
-  // attended to.
+  // Returns this rank's part of the causal attention over full sequences, if each group has one
+  // part and its ranks have different heads. Shapes and parts are those of
+  // src/parallel/ring_attention.h. `attended` [batch, tokens] bool: keys that may be attended to.
   at::Tensor ring_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const std::optional<at::Tensor>& attended, double scale) const;
   // Returns the loss: the sum of the ranks' addends. `addend` []: the summed losses of this rank's

@@ -189,7 +189,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
   driver.emplace(*executor);
   wholes.emplace(*executor);
-  const auto peers = [&](const Members& ranks, const char* lane) {
+  const auto peers = [this](const Members& ranks, const char* lane) {
     return std::make_shared<parallel::Peers>(group, ranks, lane, tiers.computes);
   };
   if (config.mesh.tensor > 1) {
@@ -198,7 +198,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                                params_of(executor->units()));
   }
   if (const Members ranks = sequence_ranks(config, group->rank()); ranks.size() > 1)
-    model_ranks.sequence = peers(ranks, "sequence");
+    model_ranks.sequence.emplace(ranks, peers);
   if (config.mesh.pipeline > 1) {
     model_ranks.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
                                blueprint.stages, config.parallel, tiers.computes);

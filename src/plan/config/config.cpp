@@ -116,7 +116,7 @@ void parse_parallel(const Json& value, Config* config) {
   section.read_int("virtual_stages", &parallel.virtual_stages, 1, "a whole number >= 1");
   section.read("cut_logits", &parallel.cut_logits);
   parallel.norms = section.choice("norms", parallel.norms, {"whole", "tokens"});
-  parallel.sequence = section.choice("sequence", parallel.sequence, {"heads", "ring"});
+  parallel.sequence = section.choice("sequence", parallel.sequence, {"heads", "ring", "both"});
   parallel.verify = section.choice("verify", parallel.verify, {"own", "all", "off"});
   if (parallel.virtual_stages > 1 && parallel.schedule == "1f1b")
     fail(
