@@ -132,8 +132,6 @@ lint: $(SETUP)  ## format, types, spelling, layers, sizes, names
 	@for tool in check_layers check_size check_names; do \
 	  $(BIN)/python tools/$$tool.py --self-test; $(BIN)/python tools/$$tool.py; \
 	done
-	@$(BIN)/python tools/table_mentions.py --limit 40 >/dev/null || \
-	  { $(BIN)/python tools/table_mentions.py --list; exit 1; }
 
 format: $(SETUP)  ## rewrite sources as lint wants them
 	@$(BIN)/clang-format -i $(CPP)

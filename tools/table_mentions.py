@@ -2,8 +2,8 @@
 
     python tools/table_mentions.py [--list] [--limit 40] [FOLDER]
 
-src/exec executes a plan, so it should not look at roles, tiers, phases, tensor cuts, owners or
-predicates of the table: what they say belongs in the plan. Counted are the lines of code without
+src/exec executes a plan, so it should not look at roles, tiers, phases, tensor cuts, owners, cells
+or predicates of the table: what they say belongs in the plan. Counted are the lines of code without
 comments and tests that name one of them. With --limit, the exit status is 1 if there are more.
 """
 
@@ -21,6 +21,7 @@ KINDS = {
     "Phase": r"\bPhase::",
     "TensorCut": r"\bTensorCut\b",
     "owners": r"\bowners\b",
+    "Cells": r"\bcells\.",
 }
 COMMENT = re.compile(r"//.*")
 

@@ -12,7 +12,7 @@ namespace penstock::python {
 void bind_sequence_ranks(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<SequenceRanks>(module, "SequenceRanks")
-      .def(py::init<const Core&, int>(), py::arg("core"), py::arg("neighbours"), no_gil)
+      .def(py::init<const Core&, int>(), py::arg("core"), py::arg("num_neighbours"), no_gil)
       .def_property_readonly("index", &SequenceRanks::index)
       .def_property_readonly("count", &SequenceRanks::count)
       .def("all_to_all", &SequenceRanks::all_to_all, py::arg("part"), py::arg("cut_dim"),

@@ -80,7 +80,7 @@ struct Cells {
   const Placement grad_hold, grad_update;
   const Placement optim_rest, optim_update;
   const Placement act_hold;
-  const bool grads_on_disk, grads_in_chunks, publishes_chunks;  // as of Table's functions
+  const bool grads_on_disk, grads_in_chunks, publishes_chunks;  // see Table
   const std::array<bool, 3> has_master;                         // by Dtype
 };
 

@@ -44,15 +44,8 @@ def test_the_variable_alone_imports_nothing():
 
 
 def test_import_is_quick_and_silent():
-    code = """
-import time
-start = time.process_time()
-import torch
-torchs = time.process_time() - start
-import deepspeed
-both = time.process_time() - start
-assert both < 1.6 * torchs, (torchs, both)
-"""
+    slow = "'sympy', 'torch._dynamo', 'torch.distributed.checkpoint', 'transformers'"
+    code = f"import sys, deepspeed; print(*({{{slow}}} & set(sys.modules)), end='')"
     done = _python(code, PENSTOCK_AS_DEEPSPEED="1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -229,9 +229,16 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "tokens of a ring are in the order of heads",
         "python/penstock/parallel/sequence_parallel.py",
-        "for of in (group, 2 * self._groups - 1 - group))",
-        "for of in (2 * group, 2 * group + 1))",
+        "begins = group * num, (2 * self._num_groups - 1 - group) * num",
+        "begins = 2 * group * num, (2 * group + 1) * num",
         Pytest(("tests/parity/test_sequence.py", "-k", "parallel and gpt2")),
+    ),
+    Mutation(
+        "neighbours get the tokens of their group in turn",
+        "python/penstock/parallel/sequence_parallel.py",
+        "return shared[2 * place : 2 * place + 2]",
+        "return shared[place::num]",
+        Pytest(("tests/parity/test_sequence.py", "-k", "both and llama")),
     ),
     Mutation(
         "torch's fast path computes with a part of a layer",

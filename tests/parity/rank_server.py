@@ -2,12 +2,14 @@
 
 Importing torch takes seconds of a processor, forking takes milliseconds. Each interpreter iterates
 over sets of strings in an order of its own, and real ranks are separate interpreters. So neighbours
-come from different servers, and the tests still notice ranks that depend on such an order.
+come from different servers, and the tests still notice ranks that depend on such an order. (The
+fork server of multiprocessing is one process, with one order.)
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -23,17 +25,20 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PRELOADED = ("torch", "torch.distributed", "numpy", "penstock")
-SERVERS = 2
+NUM_SERVERS = 2
+WAIT_S = 240.0  # for a server to start, to fork and to end
 _CODE = struct.Struct("i")
-_PID = struct.Struct("q")
+_NUMBER = struct.Struct("q")
 _PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """A rank; as multiprocessing.Process, but a child of its server, which tells its exit code."""
+    """A rank's process. Like multiprocessing.Process, but a child of its server, which reports the
+    exit code."""
 
-    def __init__(self, pid: int, status: socket.socket):
+    def __init__(self, pid: int, handle: int, status: socket.socket):
         self.pid = pid
+        self._handle = handle  # a pidfd, so that no other process is killed
         self._status = status
         self._code: int | None = None
 
@@ -43,6 +48,7 @@ class Process:
             # Nothing was told: the server died, which killed the rank.
             self._code = _CODE.unpack(told)[0] if told else -signal.SIGKILL
             self._status.close()
+            os.close(self._handle)
 
     @property
     def exitcode(self) -> int | None:
@@ -55,31 +61,40 @@ class Process:
 
     def kill(self) -> None:
         if self.is_alive():
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
 class _Server:
-    """The way to a server, which ends when this process does."""
+    """This process's end of a server. The server ends with this process at the latest."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(WAIT_S)
         number = theirs.fileno()
         self.process = subprocess.Popen([sys.executable, __file__, str(number)], pass_fds=[number])
         theirs.close()
 
     def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self.process.wait()
+        try:
+            self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def start(self, rank: bytes, connection: Connection) -> Process:
         status, theirs = socket.socketpair()
-        header = struct.pack("q", len(rank))
-        socket.send_fds(self._socket, [header], [connection.fileno(), theirs.fileno()])
+        fds = [connection.fileno(), theirs.fileno()]
+        socket.send_fds(self._socket, [_NUMBER.pack(len(rank))], fds)
         self._socket.sendall(rank)
         theirs.close()
-        told = self._socket.recv(_PID.size, socket.MSG_WAITALL)
-        assert len(told) == _PID.size, "a server of ranks died"
-        return Process(_PID.unpack(told)[0], status)
+        told, handles, _, _ = socket.recv_fds(self._socket, _NUMBER.size, 1)
+        if len(told) < _NUMBER.size:
+            raise ChildProcessError("a server of ranks died")
+        return Process(_NUMBER.unpack(told)[0], handles[0], status)
 
 
 _servers: dict[int, _Server] = {}
@@ -92,15 +107,22 @@ def _stop() -> None:
 
 
 def start(number: int, target: Callable[..., None], *args: Any) -> tuple[Process, Connection]:
-    """Runs target(connection, *args), which must be importable, in a process with this one's
-    environment, folder and import path; the other end of the connection."""
+    """Starts a process that runs target(connection, *args), which must be importable. It gets this
+    process's folder, import path and environment, but libraries that read the environment when they
+    are loaded saw that of the first start. Returns the process and the other end of the connection.
+    """
     ours, theirs = multiprocessing.Pipe()
-    server = number % SERVERS
-    if server not in _servers or _servers[server].process.poll() is not None:
-        _servers[server] = _Server()
+    index = number % NUM_SERVERS
+    if index not in _servers or _servers[index].process.poll() is not None:
+        _servers[index] = _Server()
     call = pickle.dumps((target, args))
     rank = pickle.dumps((dict(os.environ), os.getcwd(), sys.path, call))
-    process = _servers[server].start(rank, theirs)
+    try:
+        process = _servers[index].start(rank, theirs)
+    except BaseException:  # the next answer would be that of this request
+        _servers[index].process.kill()
+        _servers.pop(index).stop()
+        raise
     theirs.close()
     return process, ours
 
@@ -108,39 +130,40 @@ def start(number: int, target: Callable[..., None], *args: Any) -> tuple[Process
 # --- In a server.
 
 
-def _be_rank(server: int, rank: bytes, connection: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
-        return  # it died before the line above
+def _be_rank(rank: bytes, connection: int) -> None:
+    import numpy  # noqa: PLC0415 - the servers alone need it
+
     environment, folder, path, call = pickle.loads(rank)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[:] = path
+    numpy.random.seed()  # else that of the server's other ranks
     target, args = pickle.loads(call)
     target(Connection(connection), *args)
 
 
 def _forked(requests: socket.socket, rank: bytes, fds: list[int], others: list[int]) -> int:
-    """The number of the rank's process; does not return in that process."""
+    """Returns the number of the rank's process. Does not return in that process."""
     server = os.getpid()
     pid = os.fork()
     if pid:
         return pid
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)  # it died before the line above
     requests.close()
     for fd in [fds[1], *others]:
         os.close(fd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _be_rank(server, rank, fds[0])
-    sys.exit()  # through the end of an interpreter, as a process of its own
+    _be_rank(rank, fds[0])
+    sys.exit()  # through the end of the interpreter, as a process of its own does
 
 
 def _tell(pid: int, status: int) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    try:
+    with contextlib.suppress(OSError):  # nobody asks any more
         os.write(status, _CODE.pack(code))
-    except OSError:
-        pass  # nobody asks any more
     os.close(status)
 
 
@@ -153,16 +176,17 @@ def _serve(requests: socket.socket) -> None:
                 _tell(*running.pop(fd))
                 os.close(fd)
         if requests in ready:
-            header, fds, _, _ = socket.recv_fds(requests, _PID.size, 2)
+            header, fds, _, _ = socket.recv_fds(requests, _NUMBER.size, 2)
             if not header:
                 return
-            size = _PID.unpack(header)[0]
+            size = _NUMBER.unpack(header)[0]
             rank = requests.recv(size, socket.MSG_WAITALL)
-            others = [fd for one in running.items() for fd in (one[0], one[1][1])]
+            others = [fd for handle, (_, status) in running.items() for fd in (handle, status)]
             pid = _forked(requests, rank, fds, others)
             os.close(fds[0])
-            running[os.pidfd_open(pid)] = (pid, fds[1])
-            requests.sendall(_PID.pack(pid))
+            handle = os.pidfd_open(pid)
+            running[handle] = (pid, fds[1])
+            socket.send_fds(requests, [_NUMBER.pack(pid)], [handle])
 
 
 if __name__ == "__main__":

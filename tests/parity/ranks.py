@@ -21,6 +21,8 @@ import rank_server
 import torch
 import torch.distributed as dist
 
+_END = b""  # a request that ends a rank
+
 
 @dataclass
 class Failure:
@@ -62,8 +64,9 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _call(request: bytes) -> None:
     try:
+        function, args = pickle.loads(request)
         _Parent.send("value", function(*args))
     except BaseException as error:
         bases = [_name(base) for base in type(error).__mro__]
@@ -80,12 +83,12 @@ def _serve(connection: Connection, rank: int, world: int, port: int) -> None:
     note("ready")
     while True:
         try:
-            request = pickle.loads(connection.recv_bytes())
+            request = connection.recv_bytes()
         except EOFError:
             break
-        if request is None:
+        if request == _END:
             break
-        _call(*request)
+        _call(request)
     dist.destroy_process_group()
 
 
@@ -176,7 +179,7 @@ class Pool:
         """Ends the ranks; their exit codes. A rank that is not gone in time is killed."""
         for connection in self.connections:
             try:
-                connection.send_bytes(pickle.dumps(None))
+                connection.send_bytes(_END)
             except OSError:
                 pass  # it is dead already
         deadline = time.monotonic() + timeout

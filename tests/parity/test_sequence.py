@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from ranks import Failure
 
+from penstock.parallel import sequence_parallel
+
 pytestmark = pytest.mark.timeout(480)
 
 
@@ -82,6 +84,7 @@ CASES = [
     ("gpt2", "zero3", 4, S4, {}, RING | RECOMPUTED),
     ("llama", "zero3", 4, S4, {}, BOTH | RECOMPUTED),  # 2 groups of 2 ranks, for 2 key heads
     ("llama", "zero1", 8, {"sequence": 8}, {}, BOTH),  # 4 groups
+    ("gpt2", "zero3", 8, {"sequence": 8}, {}, BOTH),  # 2 groups of 4
     ("qwen3", "zero2", 8, S4, {}, BOTH),  # 2 data ranks
     ("gpt2", "zero1", 8, {"sequence": 4, "tensor": 2}, {}, BOTH),
     ("gpt2", "ddp", 4, S4, {"n_head": 1}, BOTH),  # a ring
@@ -123,6 +126,19 @@ def test_padding_needs_no_positions(pools):
 
 def test_a_ring_under_autocast(pools):
     assert max(pools(4).run(under_autocast)) < 1e-2
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_chunks_of_groups(groups, size):
+    ours = object.__new__(sequence_parallel.SequenceParallel)
+    ours._num_neighbours, ours._num_groups = size, groups
+    per_rank = [ours._chunks_of(index) for index in range(groups * size)]
+    for group in range(groups):
+        chunks = sum(per_rank[group * size : (group + 1) * size], [])
+        early, late = group * size, (2 * groups - 1 - group) * size
+        assert chunks == [*range(early, early + size), *range(late, late + size)]
+    assert all(len(chunks) == 2 for chunks in per_rank)
 
 
 # ---- what cannot be cut
@@ -195,7 +211,7 @@ REFUSED = [
     (packed, RING, {}, "position_ids that restart"),
     (other_sequences, RING, {}, "have parts of the same sequences"),
     (by_place, RING, {"attention_dropout": 0.1}, "pass inputs by name"),
-    (dropped, RING, {"attention_dropout": 0.1}, "does not support dropout of attention weights"),
+    (dropped, RING, {"attention_dropout": 0.1}, "dropout of attention weights, which a ring"),
 ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,9 +13,6 @@ LENGTH, BATCH = 50, 4
 
 def loader_of(**options):
     import penstock  # noqa: PLC0415
-
-    # Ranks of a pool end with it, and so may have no children otherwise.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
     data = TensorDataset(torch.arange(LENGTH))
     return penstock.ResumableLoader(data, options.pop("batch", BATCH), **options)

@@ -146,7 +146,7 @@ def _read(path: pathlib.Path, wanted: Options) -> Foreign:
     inner = path / wanted.tag if wanted.tag else path
     if (inner / pickles.METADATA).is_file():
         _refuse_without_effect(wanted, "torch.distributed.checkpoint", {"tag", "key"})
-        from penstock.conversion import dcp  # noqa: PLC0415 - it imports sympy: a second
+        from penstock.conversion import dcp  # noqa: PLC0415 - imports sympy, which takes a second
 
         return dcp.read(inner, wanted.key)
     if state_dicts.is_hf(inner):

@@ -195,7 +195,7 @@ def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
     by_name = {one.name: one for one in held.weights}
     tied = {other: name for other, name in held.tied.items() if name in by_name}
     if how.to == "dcp":
-        from penstock.conversion import dcp  # noqa: PLC0415 - it imports sympy: a second
+        from penstock.conversion import dcp  # noqa: PLC0415 - imports sympy, which takes a second
 
         options = [{**decode(one["options"]), "params": one["params"]} for one in held.groups]
         weights = by_name | {other: by_name[name] for other, name in tied.items()}

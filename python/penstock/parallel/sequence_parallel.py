@@ -39,9 +39,9 @@ class SequenceParallel:
             return
         self._model, self._tensor = model, config.mesh.tensor
         # Ranks that exchange tokens for heads, and groups of them around which keys travel.
-        self._neighbours = self._check(config.parallel.sequence)
-        self._groups = self._count // self._neighbours
-        self._ranks = _penstock.SequenceRanks(core, self._neighbours)
+        self._num_neighbours = self._check(config.parallel.sequence)
+        self._num_groups = self._count // self._num_neighbours
+        self._ranks = _penstock.SequenceRanks(core, self._num_neighbours)
         self._modules = {module for _, module in module_tree.modules_of(model)}
         self._cut = False  # the running forward computes a part
         self._mask: torch.Tensor | None = None  # attention mask of full sequences
@@ -148,7 +148,7 @@ class SequenceParallel:
                 f"[front::forward] with mesh.sequence > 1, attention covers full sequences of "
                 f"{length} tokens, but this model's attention window is {window} tokens"
             )
-        chunks = self._count if self._groups == 1 else 2 * self._count
+        chunks = self._count if self._num_groups == 1 else 2 * self._count
         padded = -(-length // chunks) * chunks
         self._mask = self._whole_mask(batch.pop("attention_mask", None), first, padded)
         if "labels" in batch:
@@ -167,13 +167,14 @@ class SequenceParallel:
 
     def _chunks_of(self, index: int) -> list[int]:
         """Returns which chunks of a sequence a rank has."""
-        if self._groups == 1:
+        if self._num_groups == 1:
             return [index]
         # The first chunks of a ring have less to compute than its last ones, so each group gets
         # some of each ([Note: Zigzag] in ring_attention.h).
-        group, place = divmod(index, self._neighbours)
-        first, last = (of * self._neighbours for of in (group, 2 * self._groups - 1 - group))
-        shared = [begin + i for begin in (first, last) for i in range(self._neighbours)]
+        group, place = divmod(index, self._num_neighbours)
+        num = self._num_neighbours
+        begins = group * num, (2 * self._num_groups - 1 - group) * num
+        shared = [begin + i for begin in begins for i in range(num)]
         return shared[2 * place : 2 * place + 2]
 
     def _count_labels(self, batch: dict[str, Any]) -> None:
@@ -210,7 +211,7 @@ class SequenceParallel:
         if given is None or bool(given.bool().all()):
             return None  # padding comes last, so no token attends to it
         attended = _padded(given.bool(), padded, False)
-        if self._groups > 1:
+        if self._num_groups > 1:
             return attended
         mask = attended[:, None, None, :].expand(-1, 1, padded, -1)
         # If a token comes before the first unmasked one, it attends to no token, and torch returns
@@ -266,12 +267,12 @@ class SequenceParallel:
                 "[front::forward] with mesh.sequence > 1, a position bias is not supported yet"
             )
         _check_causal(options.get("is_causal"), module)
-        count = self._neighbours
+        count = self._num_neighbours
         if key.shape[1] % count:  # fewer key heads than ranks
             more = count // key.shape[1]
             key, value = (part.repeat_interleave(more, dim=1) for part in (key, value))
         query, key, value = (self._exchanged(part) for part in (query, key, value))
-        if self._groups > 1:
+        if self._num_groups > 1:
             return self._exchanged(self._in_ring(query, key, value, mask, options)), None
         groups = getattr(module, "num_key_value_groups", None)
         if groups is not None:
@@ -285,7 +286,7 @@ class SequenceParallel:
 
     def _exchanged(self, part: torch.Tensor) -> torch.Tensor:
         """Exchanges parts of dim 2 for parts of dim 1 among neighbours."""
-        return self._ranks.all_to_all(part, 1, 2) if self._neighbours > 1 else part
+        return self._ranks.all_to_all(part, 1, 2) if self._num_neighbours > 1 else part
 
     def _in_ring(
         self,
@@ -297,8 +298,8 @@ class SequenceParallel:
     ) -> torch.Tensor:
         if options.get("dropout"):
             raise ConfigError(
-                '[front::forward] a ring ("parallel.sequence") does not support dropout of '
-                'attention weights. Set the model\'s attention dropout to 0, or use "heads"'
+                "[front::forward] the model has dropout of attention weights, which a ring "
+                '("parallel.sequence": "ring" or "both") does not support. Set it to 0'
             )
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         output: torch.Tensor = self._ranks.ring_attention(query, key, value, mask, scale)

@@ -59,10 +59,11 @@ void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
 SequenceAxis::SequenceAxis(Members ranks, Connect connect)
     : ranks_(std::move(ranks)), connect_(std::move(connect)), all_(connect_(ranks_, "sequence")) {}
 
-void SequenceAxis::arrange(int size) {
-  const int count = ranks_.size(), place = ranks_.index % size, group = ranks_.index / size;
-  PENSTOCK_ASSERT(size > 0 && count % size == 0,
+void SequenceAxis::arrange(int num_neighbours) {
+  const int count = ranks_.size(), size = num_neighbours;
+  PENSTOCK_ASSERT(size > 0 && count % size == 0 && peers().size() == 1,
                   concat("[engine::SequenceAxis] groups of ", size, " of ", count, " ranks"));
+  const int place = ranks_.index % size, group = ranks_.index / size;
   Members neighbours{{}, place}, ring{{}, group};
   for (int i = 0; i < size; ++i) neighbours.ranks.push_back(ranks_.ranks[group * size + i]);
   for (int i = place; i < count; i += size) ring.ranks.push_back(ranks_.ranks[i]);

@@ -61,12 +61,11 @@ class SequenceAxis {
       std::function<std::shared_ptr<parallel::Peers>(const Members& ranks, const char* lane)>;
   SequenceAxis(Members ranks, Connect connect);
 
-  // [all ranks] `size`: ranks per group, a divisor of the number of ranks.
-  void arrange(int size);
+  // [all ranks] Called once. `num_neighbours`: ranks per group, a divisor of the number of ranks.
+  void arrange(int num_neighbours);
   const std::shared_ptr<parallel::Peers>& all() const { return all_; }
-  // Must follow arrange() with several ranks per group, or with several groups.
-  const std::shared_ptr<parallel::Peers>& neighbours() const;
-  const std::shared_ptr<parallel::Peers>& ring() const;
+  const std::shared_ptr<parallel::Peers>& neighbours() const;  // a group must have several ranks
+  const std::shared_ptr<parallel::Peers>& ring() const;        // there must be several groups
   std::vector<parallel::Peers*> peers() const;
   // Compares values, `text` and the exchanges on the device so far. Returns the first rank that
   // differs from the first one (< 0: none).

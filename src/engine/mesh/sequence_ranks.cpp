@@ -8,12 +8,12 @@
 
 namespace penstock {
 
-SequenceRanks::SequenceRanks(const Core& core, int neighbours) : state_(core.state_) {
+SequenceRanks::SequenceRanks(const Core& core, int num_neighbours) : state_(core.state_) {
   engine::ModelRanks& ranks = state_->model_ranks;
   if (!ranks.sequence) {
     throw ConfigError("[engine::SequenceRanks] \"mesh.sequence\" is 1, so sequences are not cut");
   }
-  ranks.sequence->arrange(neighbours);
+  ranks.sequence->arrange(num_neighbours);
   ranks.record(state_->tiers.recorder);
   ranks.set_step(state_->steps + 1);
 }

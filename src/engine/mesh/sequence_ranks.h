@@ -21,9 +21,9 @@ namespace penstock {
 // RuntimeFault.
 class PENSTOCK_API SequenceRanks {
  public:
-  // [all ranks] `neighbours`: ranks per group, a divisor of count(). Throws ConfigError if
-  // sequences are not cut, and RuntimeFault if the ranks cannot be connected.
-  SequenceRanks(const Core& core, int neighbours);
+  // [all ranks] Made once per core. `num_neighbours`: ranks per group, a divisor of count(). Throws
+  // ConfigError if sequences are not cut, and RuntimeFault if the ranks cannot be connected.
+  SequenceRanks(const Core& core, int num_neighbours);
 
   int index() const;
   int count() const;
@@ -33,9 +33,10 @@ class PENSTOCK_API SequenceRanks {
   // `cut_dim` and has all of `join_dim`. Throws c10::Error if the size along `cut_dim` is not
   // divisible by the number of neighbours.
   at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim) const;
-  // Returns this rank's part of the causal attention over full sequences, if each group has one
-  // part and its ranks have different heads. Shapes and parts are those of
-  // src/parallel/ring_attention.h. `attended` [batch, tokens] bool: keys that may be attended to.
+  // Returns causal attention over full sequences for this rank's heads and its group's tokens,
+  // which are also those of `query`, `key` and `value`. Shapes are those of
+  // src/parallel/ring_attention.h, in which a part is a group's. `attended` [batch, tokens] bool:
+  // keys that may be attended to.
   at::Tensor ring_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const std::optional<at::Tensor>& attended, double scale) const;
   // Returns the loss: the sum of the ranks' addends. `addend` []: the summed losses of this rank's

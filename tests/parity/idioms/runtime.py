@@ -6,7 +6,6 @@ import contextlib
 import gc
 import io
 import logging
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -82,28 +80,15 @@ def beside(t: Any) -> dict[str, Any]:
         return {"sum": made.result()}
 
 
-@contextlib.contextmanager
-def with_children() -> Iterator[None]:
-    """Ranks of a pool are daemons, which may have no children; a user's are not."""
-    config = multiprocessing.current_process()._config
-    before = config.get("daemon")
-    config["daemon"] = False
-    try:
-        yield
-    finally:
-        config["daemon"] = before
-
-
 @rows("`DataLoader` with a worker process", accumulate=ONE)
 def loader(t: Any) -> None:
     t.start()
     x, y = zip(*(t.batch(step) for step in range(3)), strict=True)
     data = TensorDataset(torch.stack(x), torch.stack(y))
-    with with_children():
-        for a, b in DataLoader(data, batch_size=None, num_workers=1):
-            loss = torch.nn.functional.mse_loss(t.engine(a).float(), b)
-            t.engine.backward(t.note(loss))
-            t.engine.step()
+    for a, b in DataLoader(data, batch_size=None, num_workers=1):
+        loss = torch.nn.functional.mse_loss(t.engine(a).float(), b)
+        t.engine.backward(t.note(loss))
+        t.engine.step()
 
 
 @rows("`DataLoader` with workers that stay, and an iterator that is left early", accumulate=ONE)
@@ -111,13 +96,12 @@ def loader_left(t: Any) -> None:
     t.start()
     data = TensorDataset(torch.stack([t.batch(step)[0] for step in range(4)]))
     loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
-    with with_children():
-        for _ in range(2):
-            for index, (x,) in enumerate(loader):
-                t.engine.backward(t.note(t.engine(x).float().pow(2).mean()))
-                t.engine.step()
-                if index == 1:
-                    break
+    for _ in range(2):
+        for index, (x,) in enumerate(loader):
+            t.engine.backward(t.note(t.engine(x).float().pow(2).mean()))
+            t.engine.step()
+            if index == 1:
+                break
     del loader
     gc.collect()
 
