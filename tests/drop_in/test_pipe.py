@@ -44,7 +44,9 @@ def trained(kind: str, options: dict[str, Any], config: dict[str, Any]) -> dict[
     for step in range(STEPS):
         needed = engine.is_first_stage() or engine.is_last_stage()
         given = pipes.batches(kind, step, rank, micro) if needed else None
-        losses.append(float(engine.train_batch(data_iter=given)))
+        loss = engine.train_batch(data_iter=given)
+        assert loss.device == torch.device(engine.device)
+        losses.append(float(loss))
     evaluated = float(engine.eval_batch(pipes.batches(kind, 9, rank, micro)))
     weights = engine.native.state_dict(rank0_only=False)
     counts = [engine.global_steps, engine.micro_steps, engine.global_samples, model.parts]

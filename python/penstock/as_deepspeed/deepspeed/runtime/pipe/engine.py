@@ -245,7 +245,8 @@ class PipelineEngine(DeepSpeedEngine):
                 Default: the iterator that was set, or the one over `training_data`.
 
         Returns:
-            The mean loss over micro-batches and data ranks, [] fp32 on the CPU, on every rank.
+            The mean loss over micro-batches and data ranks, [] fp32 on the rank's device, on every
+            rank.
 
         Raises:
             StopIteration: there are no more micro-batches.
@@ -264,9 +265,8 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataiterator(data_iter)
         self.module.train()
         before = self.native.steps
-        loss: torch.Tensor = self.native.train_batch(
-            self._micro_batches(self.data_iterator), self._loss_of
-        )
+        mean = self.native.train_batch(self._micro_batches(self.data_iterator), self._loss_of)
+        loss: torch.Tensor = mean.to(self.device)
         self._applied = self.native.steps > before
         self.last_step_overflowed = not self._applied
         self._count()
@@ -327,7 +327,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.monitor.write_events([event])
         made: Any = None
         if compute_loss and reduce_output is not None:
-            made = mean if bcast_loss or self.is_last_stage() else None
+            made = mean.to(self.device) if bcast_loss or self.is_last_stage() else None
         elif self.is_last_stage():
             kept = losses if compute_loss else outputs
             made = kept if reduce_output is None else self._mean(kept)
