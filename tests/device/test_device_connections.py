@@ -87,10 +87,10 @@ def test_a_rank_closes_alone(device_pools):
 def read_alone():
     """Rank 0 reads a number for which its device waits for rank 1, which is busy; what that raised,
     and when."""
-    engine, step = start("zero3", timeout_s=4)
+    engine, step = start("zero3", timeout_s=10)  # less is too short for a busy machine
     step()
     if dist.get_rank() == 1:
-        time.sleep(14)
+        time.sleep(28)
         with contextlib.suppress(Exception):
             engine.close(gather=False)
         return "", 0.0
@@ -114,11 +114,11 @@ def test_a_device_that_waits_alone():
     pool = Pool(2)
     try:
         pool.start(read_alone)
-        said, seconds = pool.outcomes({0, 1}, 90)[0]
+        said, seconds = pool.outcomes({0, 1}, 240)[0]
     finally:
         pool.kill()
     assert said.startswith("RuntimeFault: ") and "the device has not finished" in said, said
-    assert seconds < 12
+    assert seconds < 24
 
 
 def launches(offload, seed):
