@@ -36,7 +36,7 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
          std::all_of(units.begin(), units.end(), [&](int unit) {
            const std::vector<Flat>& flats = rank.units[unit].flats;
            return std::all_of(flats.begin(), flats.end(), [&](const Flat& flat) {
-             return !flat.trainable || !rank.keeps_master(flat);
+             return !flat.trainable || shares_master(rank, flat);
            });
          });
 }

@@ -49,8 +49,6 @@ def test_trains(case, device_pools, tmp_path, largest):
 def test_groups_of_sequence_ranks(device_pools, tmp_path, largest):
     """Two groups of two neighbours, each with communicators of its own."""
     case = meshes.Case((("sequence", 4),), "zero3", "llama", "two", "auto")
-    if on_device.count() < case.world:
-        pytest.skip("needs 4 devices")
     told = device_pools(case.world).run(run, case, str(tmp_path), 1, timeout=200)
     test_meshes.check(told, largest)
 

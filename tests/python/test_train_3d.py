@@ -67,12 +67,10 @@ def test_four_ranks_show_stages_order_and_memory(text):
     assert [found[1] for found in MEMORY.finditer(output)] == list("0123")
 
 
-def test_llama_with_virtual_stages_and_disk_on_a_device(text):
-    options = (
-        "--model llama --layers 4 --strategy zero3 --offload disk --schedule interleaved "
-        "--device sim"
-    )
-    output = train(text, *options.split(), ranks=2)
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_llama_with_virtual_stages_and_disk(device, text):
+    options = "--model llama --layers 4 --strategy zero3 --offload disk --schedule interleaved"
+    output = train(text, *options.split(), "--device", device, ranks=2)
     check_losses(output)
     assert "rank 0: stage 0, 2, " in output
     assert re.search(r"^pipeline rank 0 +0F0 +0F1 +2F0 +2F1", output, re.M)
