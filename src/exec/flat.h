@@ -161,8 +161,11 @@ struct Part {
 struct UnitState {
   std::string name;
   std::vector<Flat> flats;
-  std::vector<Flat> away{};           // flats of other pipeline ranks, without memory
-  Copies params, grads;               // the book of copies
+  std::vector<Flat> away{};  // flats of other pipeline ranks, without memory
+  Copies params, grads;      // the book of copies
+  // The lossy wires by which the working copy came, in this order. Without any, its values are
+  // those at rest.
+  std::vector<Wire> codings{};
   bool attached = false;              // the parameters have windows
   std::vector<mem::Lease> leaving{};  // memory that unfinished moves still read
   std::shared_ptr<Walk> gathering{};  // the last move; keeps its memory until the unit is used

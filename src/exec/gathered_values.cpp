@@ -14,6 +14,7 @@
 #include "src/base/text.h"
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
+#include "src/device/wire_codec.h"
 
 namespace penstock::exec {
 
@@ -417,12 +418,19 @@ void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Add
 
 // Compares a gathered copy on a device with the resting shard. The answer stays on the device until
 // the norm or resolve_doubts() reads it.
-void GatheredValues::doubt(const Flat& flat, Buffer& own, device::Address seen) {
+void GatheredValues::doubt(const UnitState& unit, const Flat& flat, Buffer& own,
+                           device::Address seen) {
   const device::Device* owner = seen.device;
-  const at::Tensor kept = device::brought(own.data(), own.dtype, own.numel, owner);
+  at::Tensor kept = device::brought(own.data(), own.dtype, own.numel, owner);
   rank_.traffic.let_go(own);
-  const at::Tensor edits = device::edited_on_device(device::address_of(kept, owner), own.dtype,
-                                                    seen, flat.dtype, own.numel);
+  Dtype dtype = own.dtype;
+  if (!unit.codings.empty()) {
+    dtype = flat.dtype;
+    kept =
+        device::coded(device::address_of(kept, owner), own.dtype, dtype, own.numel, unit.codings);
+  }
+  const at::Tensor edits =
+      device::edited_on_device(device::address_of(kept, owner), dtype, seen, flat.dtype, own.numel);
   for (Doubt& known : rank_.doubts) {
     if (known.flat != &flat) continue;
     known.edits = known.edits.logical_or(edits);
@@ -443,6 +451,7 @@ std::string GatheredValues::resolve_doubts() {
 }
 
 std::string GatheredValues::edited(int index) {
+  const UnitState& unit = rank_.units[index];
   for (Flat& flat : rank_.units[index].flats) {
     const Placement& rest = flat.rest().place;
     if (rank_.whole() == rest) continue;
@@ -452,11 +461,19 @@ std::string GatheredValues::edited(int index) {
     rank_.traffic.fetch(own, mem::Account::kParam);
     rank_.traffic.wait_read(own);
     if (whole.data().device != nullptr) {
-      doubt(flat, own, whole.at(begin));
+      doubt(unit, flat, own, whole.at(begin));
       continue;
     }
-    const int64_t at = device::host::first_edit(own.data().host(), own.dtype,
-                                                whole.at(begin).host(), whole.dtype, own.numel);
+    const char* kept = own.data().host();
+    Dtype dtype = own.dtype;
+    at::Tensor rounded;
+    if (!unit.codings.empty()) {
+      dtype = whole.dtype;
+      rounded = device::coded(own.data(), own.dtype, dtype, own.numel, unit.codings);
+      kept = bytes_of(rounded);
+    }
+    const int64_t at =
+        device::host::first_edit(kept, dtype, whole.at(begin).host(), whole.dtype, own.numel);
     rank_.traffic.let_go(own);
     for (const Slot& slot : flat.slots) {
       if (at >= 0 && begin + at < slot.offset + slot.numel) return slot.name;

@@ -80,7 +80,7 @@ class GatheredValues {
   void gather(const Placement& place, const char* own, const Flat& flat, const std::string& label,
               char* full);
   void set_rest(Flat& flat, const Placement& from, char* values, const std::string& label);
-  void doubt(const Flat& flat, Buffer& own, device::Address seen);
+  void doubt(const UnitState& unit, const Flat& flat, Buffer& own, device::Address seen);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
 
   Rank& rank_;

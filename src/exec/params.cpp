@@ -34,13 +34,13 @@ void Params::run(const PlannedStep& planned) {
   if (!together.empty()) go(together, moves, planned.label);
 }
 
-void Params::move_to(int index, Phase phase) {
+void Params::move_to(int index, Phase phase, const Wires& wires) {
   const Placement& wanted = rank_.cell(Role::kParam, phase);
   const Copies& book = rank_.units[index].params;
   if (book.current() == wanted) return;
   if (wanted == rank_.cells.param_rest) return drop(index);
   if (wanted != rank_.whole() && !whole(index)) return;  // the unit may also stay at rest
-  const std::vector<Move> moves = book.way_to(wanted);
+  const std::vector<Move> moves = book.way_to(wanted, wires);
   const Step step{.op = Op::kMove, .units = {index}, .moves = moves};
   go({index}, moves, concat(step.text(), " (", rank_.units[index].name, ")", kOffPlan));
 }
@@ -95,7 +95,12 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
     throw;
   }
   for (size_t i = 0; i < units.size(); ++i) {
-    arrive(rank_.units[units[i]], moves, std::move(arriving[i]));
+    UnitState& unit = rank_.units[units[i]];
+    if (from == rank_.cells.param_rest) unit.codings.clear();
+    for (const Move& move : moves) {
+      if (move.wire.lossy()) unit.codings.push_back(move.wire);
+    }
+    arrive(unit, moves, std::move(arriving[i]));
   }
   const auto turn = lanes_.take_turn(*walk);
   const device::Fence ready = lanes_.gather.submit([this, walk, updated, label, turn] {
@@ -160,8 +165,19 @@ void Params::put_away(int index, const std::vector<Move>& moves, const comm::Lab
 }
 
 void Params::require(int index) {
-  UnitState& unit = rank_.units[index];
   move_to(index, Phase::kForward);
+  show(index);
+}
+
+void Params::require_exact(int index) {
+  if (coded(index)) drop(index);
+  move_to(index, Phase::kForward, {});
+  show(index);
+}
+
+// Waits for the move of a unit that is whole, and sets the windows.
+void Params::show(int index) {
+  UnitState& unit = rank_.units[index];
   unit.updated.wait();
   settle(unit);
   for (Flat& flat : unit.flats) {
@@ -199,6 +215,7 @@ void Params::drop(int index) {
                   [](const Copy& copy) { return !copy.valid && !copy.one().on_disk(); });
   }
   unit.params.drop();
+  unit.codings.clear();
   if (whole(index)) attach(unit);  // forward and backward use the resting copy
 }
 

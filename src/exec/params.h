@@ -19,16 +19,22 @@ class Params {
   void run(const PlannedStep& planned);  // runs a parameter move of the plan
   // Moves the unit's parameters, off plan, from their current placement to the placement of
   // `phase`.
-  void move_to(int unit, Phase phase);
+  void move_to(int unit, Phase phase) { move_to(unit, phase, rank_.table.wires(Role::kParam)); }
   // Makes the unit's parameters whole: starts the move if it has not started, waits for it, and
   // sets the windows.
   void require(int unit);
+  // The same with the values at rest, even if the table gives parameters a lossy wire.
+  void require_exact(int unit);
+  // Returns whether the values of the unit's working copy are rounded by a lossy wire.
+  bool coded(int unit) const { return !rank_.units[unit].codings.empty(); }
   void drop(int unit);         // returns to rest: frees the working copy and moves nothing
   bool whole(int unit) const;  // whether the unit is gathered or its gather is in progress
   // Returns whether the moves lead away from the placement for computing.
   bool leaves(const std::vector<Move>& moves) const;
 
  private:
+  void move_to(int unit, Phase phase, const Wires& wires);
+  void show(int unit);
   void go(const std::vector<int>& units, const std::vector<Move>& moves, const comm::Label& label);
   void bring(const std::vector<int>& units, const Placement& from, const std::vector<Move>& moves,
              const comm::Label& label);

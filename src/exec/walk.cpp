@@ -66,10 +66,10 @@ void Walk::lay_out(size_t index) {
   for (size_t i = passes.size(); i-- > 0;) {
     const Pass& pass = passes[i];
     const int64_t bytes = numel_at(travel, pass.to) * dtype_bytes(dtype_after(travel, i));
-    if (pass.sums()) {
+    if (pass.sums()) sums_at = pass.from.tier;
+    if (pass.sums() && !pass.wire.lossy()) {
       const int64_t here = numel_at(travel, pass.from) * dtype_bytes(dtype_before(travel, i));
       const int64_t size = members_[i]->size();
-      sums_at = pass.from.tier;
       // A device back end also sends a rank's own part to that rank.
       const int64_t parts = owner(sums_at) == nullptr ? size - 1 : size;
       receives = std::max(receives, here / size * parts);
@@ -113,8 +113,26 @@ int64_t Walk::lay_out_collective(size_t index) {
     reduces_[index].push_back({input(t, index), received_[t], to, before, after, numel, scale,
                                adds_here(travel, index), squares});
   }
+  if (pass.wire.lossy()) {
+    add_encoded(index);
+    return 0;
+  }
   return std::max(comm::Channel::staging_bytes(members, gathers_[index]),
                   comm::Channel::staging_bytes(members, reduces_[index]));
+}
+
+void Walk::add_encoded(size_t index) {
+  EncodedPass& encoded = encoded_[index];
+  const Pass& pass = route_.passes[index];
+  for (size_t t = 0; t < travels_.size(); ++t) {
+    if (pass.sums()) {
+      encoded.add_sum(reduces_[index][t], pass.kind == PassKind::kAllReduce);
+    } else {
+      encoded.add_gather(input(t, index), stops_[t][index], dtype_before(travels_[t], index),
+                         numel_at(travels_[t], pass.from));
+    }
+  }
+  encoded_room_[index] = scratch(pass.from.tier, encoded.room_bytes());
 }
 
 void Walk::ready() {
@@ -122,6 +140,10 @@ void Walk::ready() {
   stops_.assign(travels_.size(), std::vector<Address>(num_passes));
   gathers_.resize(num_passes);
   reduces_.resize(num_passes);
+  encoded_room_.resize(num_passes);
+  for (size_t i = 0; i < num_passes; ++i) {
+    encoded_.emplace_back(route_.passes[i].wire, *members_[i]);
+  }
   for (size_t t = 0; t < travels_.size(); ++t) lay_out(t);
   int64_t staging = 0;
   Tier tier = Tier::kDevice;
@@ -213,6 +235,9 @@ void Walk::local(size_t index) const {
 }
 
 void Walk::gather(size_t index, comm::Channel& channel, const comm::Label& label) {
+  if (route_.passes[index].wire.lossy()) {
+    return encoded_[index].run(channel, label, encoded_room_[index]);
+  }
   const std::vector<comm::GatherBuffer>& buffers = gathers_[index];
   for (size_t t = 0; t < travels_.size(); ++t) {
     const int64_t bytes = buffers[t].shard_bytes;
@@ -223,7 +248,9 @@ void Walk::gather(size_t index, comm::Channel& channel, const comm::Label& label
 }
 
 void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label) {
-  if (route_.passes[index].kind == PassKind::kAllReduce) {
+  if (route_.passes[index].wire.lossy()) {
+    encoded_[index].run(channel, label, encoded_room_[index]);
+  } else if (route_.passes[index].kind == PassKind::kAllReduce) {
     channel.all_reduce(label, *members_[index], reduces_[index], staging_of(index));
   } else {
     channel.reduce_scatter(label, *members_[index], reduces_[index], staging_of(index));

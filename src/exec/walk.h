@@ -7,6 +7,7 @@
 
 #include "src/comm/channel.h"
 #include "src/comm/launch_order.h"
+#include "src/exec/encoded_pass.h"
 #include "src/mem/tiers.h"
 #include "src/place/groups.h"
 #include "src/plan/route.h"
@@ -68,6 +69,7 @@ class Walk {
   void lay_out(size_t travel);
   int64_t lay_out_collective(size_t pass);
   void local(size_t pass) const;
+  void add_encoded(size_t pass);
   void gather(size_t pass, comm::Channel& channel, const comm::Label& label);
   void reduce(size_t pass, comm::Channel& channel, const comm::Label& label);
   void arrive() const;
@@ -81,6 +83,8 @@ class Walk {
   std::vector<device::Address> received_;                 // by travel
   std::vector<std::vector<comm::GatherBuffer>> gathers_;  // by pass, then by travel
   std::vector<std::vector<comm::ReduceBuffer>> reduces_;
+  std::vector<EncodedPass> encoded_;           // by pass; without buffers if its wire is plain
+  std::vector<device::Address> encoded_room_;  // by pass
   comm::Staging staging_;  // shared by the passes, which run one after the other
   const bool on_host_;
   std::vector<mem::Lease> leases_;

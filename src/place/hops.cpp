@@ -35,14 +35,14 @@ bool cuts(const Change& change) {
   return change.from == Layout::kSharded || change.to == Layout::kSharded;
 }
 
-// Appends a move or, if the last move has the same kind, adds the axis to that move.
-void push(std::vector<Move>& moves, MoveKind kind, Axis axis) {
-  if (!moves.empty() && moves.back().kind == kind) {
+// Appends a move or, if the last move has the same kind and wire, adds the axis to that move.
+void push(std::vector<Move>& moves, MoveKind kind, Axis axis, const Wire& wire) {
+  if (!moves.empty() && moves.back().kind == kind && moves.back().wire == wire) {
     auto& axes = moves.back().axes;
     axes.push_back(axis);
     std::sort(axes.begin(), axes.end());
   } else {
-    moves.push_back({.kind = kind, .axes = {axis}});
+    moves.push_back({.kind = kind, .axes = {axis}, .wire = wire});
   }
 }
 
@@ -62,14 +62,15 @@ std::vector<Axis> reopened_axes(const Placement& from, const Placement& to) {
 
 // Gathers run from the inner axis outwards and cuts from the outer axis inwards, so shards stay
 // contiguous. The remaining sums run last, when the data is smallest.
-std::vector<Move> layout_moves(const Placement& from, const Placement& to) {
+std::vector<Move> layout_moves(const Placement& from, const Placement& to, const Wires& wires) {
   const std::vector<Axis> reopened = reopened_axes(from, to);
   std::vector<Move> moves;
   const auto add = [&](Axis axis, MoveKind kind) {
     const Change& change = *change_of(kind);
     const bool wanted = from.on(axis) == change.from && to.on(axis) == change.to;
     const bool reopens = kind == MoveKind::kAllGather || kind == MoveKind::kSlice;
-    if (wanted || (reopens && among(reopened, axis))) push(moves, kind, axis);
+    if (!wanted && !(reopens && among(reopened, axis))) return;
+    push(moves, kind, axis, kind == MoveKind::kSlice ? Wire() : wires.on(axis));
   };
   for (auto row = kAxes.rbegin(); row != kAxes.rend(); ++row) add(row->axis, MoveKind::kAllGather);
   for (const AxisRow& row : kAxes)
@@ -122,7 +123,7 @@ Placement apply(const Placement& place, const Move& move) {
   return after;
 }
 
-std::vector<Move> hops(const Placement& from, const Placement& to) {
+std::vector<Move> hops(const Placement& from, const Placement& to, const Wires& wires) {
   for (const AxisRow& row : kAxes)
     if (to.on(row.axis) == Layout::kPartial && from.on(row.axis) != Layout::kPartial)
       throw ConfigError(concat("[place::hops] no move takes ", from.text(), " to ", to.text(),
@@ -134,7 +135,7 @@ std::vector<Move> hops(const Placement& from, const Placement& to) {
   const bool widens = dtype_bytes(to.dtype) > dtype_bytes(from.dtype);
   std::vector<Move> moves;
   if (to.dtype != from.dtype && !widens) moves.push_back(cast);
-  const std::vector<Move> relayout = layout_moves(from, to);
+  const std::vector<Move> relayout = layout_moves(from, to, wires);
   const bool needs_device = std::any_of(relayout.begin(), relayout.end(),
                                         [](const Move& move) { return move.is_collective(); });
   const Tier tier = needs_device ? Tier::kDevice : from.tier;

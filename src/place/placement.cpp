@@ -142,7 +142,7 @@ std::string Move::text() const {
   } else if (kind == MoveKind::kCast) {
     argument = dtype_name(dtype);
   } else {
-    argument = axes_text(axes);
+    argument = concat(axes_text(axes), wire.lossy() ? concat(":", wire.text()) : "");
   }
   return concat(move_kind_name(kind), "(", argument, ")");
 }
@@ -169,7 +169,13 @@ Move parse_move(std::string_view text) {
     move.from = parse_tier(argument.substr(0, comma));
     move.to = parse_tier(argument.substr(std::min(comma + 1, argument.size())));
   } else {
-    move.axes = parse_axes(argument);
+    const size_t colon = std::min(argument.find(':'), argument.size());
+    move.axes = parse_axes(argument.substr(0, colon));
+    if (colon < argument.size() && move.is_collective()) {
+      move.wire = Wire::parse(argument.substr(colon + 1));
+    } else if (colon < argument.size()) {
+      throw ConfigError(concat("[place::parse_move] '", text, "' is not a collective: no wire"));
+    }
   }
   return move;
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "src/place/mesh.h"
+#include "src/place/wire.h"
 
 namespace penstock {
 
@@ -46,8 +47,9 @@ struct Move {
   std::vector<Axis> axes{};                       // collectives and slice, in nesting order
   Tier from = Tier::kDevice, to = Tier::kDevice;  // copy
   Dtype dtype = Dtype::kFp32;                     // cast
+  Wire wire{};                                    // collectives
   // "all_gather(data)" (data = node and local together), "all_gather(local)",
-  // "all_reduce(data,tensor)", "copy(device,host)", "cast(bf16)".
+  // "all_reduce(data,tensor)", "all_gather(node:int8/128)", "copy(device,host)", "cast(bf16)".
   std::string text() const;
   bool is_collective() const;
   bool operator==(const Move&) const = default;
@@ -65,11 +67,11 @@ Placement normalize(Placement place, const Mesh& mesh);
 
 // Returns the moves that turn a copy at `from` into a copy at `to`; empty if the placements are
 // equal. Collectives run on the device tier. Casts to a narrower dtype come first, casts to a wider
-// dtype come last. Equal collectives on several axes are joined. Shards stay contiguous: to gather
-// or slice an outer axis while an inner axis is sharded, the inner axis is gathered first and
-// sliced again afterwards. Throws ConfigError if an axis changes from R or S to P, since a sum
-// cannot be undone.
-std::vector<Move> hops(const Placement& from, const Placement& to);
+// dtype come last. Equal collectives on several axes are joined if they have the same wire. Shards
+// stay contiguous: to gather or slice an outer axis while an inner axis is sharded, the inner axis
+// is gathered first and sliced again afterwards. Throws ConfigError if an axis changes from R or S
+// to P, since a sum cannot be undone.
+std::vector<Move> hops(const Placement& from, const Placement& to, const Wires& wires = {});
 
 // Returns the placement after one move. Throws ConfigError if the move cannot start from `place`.
 Placement apply(const Placement& place, const Move& move);

@@ -1,5 +1,6 @@
 #include "src/plan/check.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,6 +24,7 @@ class Checker {
     sums();
     dtypes();
     updates();
+    wires();
     if (conditions.own_optimizer) leaves_state_alone();
     if (conditions.late_update && written_.rests_whole()) {
       refuse(Role::kParam, Phase::kRest, "late",
@@ -120,6 +122,37 @@ class Checker {
                   "and table.optim.update (\"",
                   written_.at(Role::kOptim, Phase::kUpdate).text(),
                   "\") must have the same layout and tier"));
+  }
+
+  // wire: transfers of one value must agree, and sums must not lose what they round.
+  void wires() const {
+    const auto rounds = [&](Role role, Rounding rounding) {
+      const Wires& wires = table_.wires(role);
+      return std::any_of(wires.axes.begin(), wires.axes.end(), [&](const Wire& wire) {
+        return wire.lossy() && wire.rounding == rounding;
+      });
+    };
+    if (rounds(Role::kGrad, Rounding::kNearest)) {
+      refuse_wire(Role::kGrad,
+                  "nearest rounding loses gradients below half a step in every step: "
+                  "write stochastic");
+    }
+    if (rounds(Role::kParam, Rounding::kStochastic)) {
+      refuse_wire(Role::kParam,
+                  "forward and backward must compute with the same parameters: write "
+                  "nearest");
+    }
+    if (table_.wires(Role::kParam).lossy() && !table_.moves_params() && mesh_.data() > 1) {
+      refuse_wire(Role::kParam,
+                  concat("no parameter travels to a forward or a backward while "
+                         "table.param.rest is \"",
+                         written_.at(Role::kParam, Phase::kRest).text(), "\": leave this key out"));
+    }
+  }
+
+  [[noreturn]] void refuse_wire(Role role, const std::string& why) const {
+    throw ConfigError(concat("[plan::check] table.wire.", role_name(role), " is \"",
+                             wires_text(written_, role), "\": wire: ", why));
   }
 
   // own optimizer: the engine cannot move state that it does not know.

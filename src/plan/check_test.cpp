@@ -108,7 +108,7 @@ TEST(CheckTest, EveryPrincipleIsDocumented) {
   std::stringstream text;
   text << file.rdbuf();
   for (const char* principle :
-       {"compute", "sum", "precision", "moments", "together", "own optimizer", "late"}) {
+       {"compute", "sum", "precision", "moments", "together", "wire", "own optimizer", "late"}) {
     EXPECT_NE(text.str().find(concat("- `", principle, "`: ")), std::string::npos) << principle;
   }
 }

@@ -49,12 +49,12 @@ std::optional<Placement> Copies::source(const std::vector<Move>& moves) const {
   return std::nullopt;
 }
 
-std::vector<Move> Copies::way_to(const Placement& wanted) const {
+std::vector<Move> Copies::way_to(const Placement& wanted, const Wires& wires) const {
   PENSTOCK_ASSERT(!empty(), concat("there is no copy to move to ", wanted.text()));
   if (has(wanted)) return {};
   std::vector<Move> best;
   for (const Placement& place : places_) {
-    std::vector<Move> moves = hops(place, wanted);
+    std::vector<Move> moves = hops(place, wanted, wires);
     // A plan line names no source copy, so source() must find this copy again when the line runs.
     if (source(moves) != place) continue;
     if (best.empty() || moves.size() < best.size()) best = std::move(moves);

@@ -36,7 +36,7 @@ class Copies {
   // Returns the shortest list of moves that ends at `wanted`; empty if a copy is already there. If
   // the moves from the current copy need neither a peer nor the disk, the list starts from the
   // current copy. Throws ConfigError if there is no such list.
-  std::vector<Move> way_to(const Placement& wanted) const;
+  std::vector<Move> way_to(const Placement& wanted, const Wires& wires = {}) const;
 
   // Applies the moves to the book, from source(moves) or from the given copy. Throws Bug if there
   // is no such copy.

@@ -101,6 +101,7 @@ Route route(const Placement& from, const std::vector<Move>& moves, const Mesh& m
     if (!joins(passes, move)) {
       const bool collective = kind != PassKind::kLocal;
       passes.push_back({kind, collective ? move.axes : std::vector<Axis>{}, route.to, next});
+      passes.back().wire = move.wire;
     }
     passes.back().to = next;
     if (move.kind == MoveKind::kSlice) cut(passes.back(), move.axes, mesh, rank);

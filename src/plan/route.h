@@ -28,6 +28,7 @@ struct Pass {
   std::vector<Axis> axes{};  // axes of a collective; local: axes of the cut
   Placement from{}, to{};
   int parts = 1, part = 0;  // local: the output is this part of the input
+  Wire wire{};              // of a collective
   bool operator==(const Pass&) const = default;
 
   bool sums() const { return kind == PassKind::kReduceScatter || kind == PassKind::kAllReduce; }

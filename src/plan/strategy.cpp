@@ -35,6 +35,17 @@ int data_rank(const MeshConfig& mesh, int rank) {
   return rank / (mesh.tensor * mesh.sequence) % mesh.data;
 }
 
+namespace {
+
+// Links between nodes are slow, so only they are encoded; ranks of one node encode all exchanges.
+void set_int8(const Mesh& mesh, Table& table) {
+  const char* const wires = mesh.size(Axis::kNode) > 1 ? "node:int8/128" : "int8/128";
+  set_wires(table, Role::kGrad, wires);
+  if (table.moves_params()) set_wires(table, Role::kParam, wires);
+}
+
+}  // namespace
+
 Table table_of(const Config& config, const ModelDesc& model) {
   TableOptions options;
   options.precision = precision_of(model);
@@ -48,9 +59,15 @@ Table table_of(const Config& config, const ModelDesc& model) {
   options.accumulate = config.batch.accumulate * config.parallel.virtual_stages > 1;
   if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
   Table table = preset(config.strategy, options);
+  if (config.comm.codec == "int8") set_int8(mesh_of(config), table);
   // The config's own cells replace cells of the preset.
   for (const auto& [role_text, phases] : config.table) {
     for (const auto& [phase_text, place] : phases) {
+      if (role_text == kWire) {
+        const bool param = phase_text == role_name(Role::kParam);
+        set_wires(table, param ? Role::kParam : Role::kGrad, place);
+        continue;
+      }
       for (int r = 0; r < kNumRoles; ++r) {
         for (int p = 0; p < kNumPhases; ++p) {
           const auto role = static_cast<Role>(r);
@@ -71,7 +88,10 @@ bool can_rest_away(const std::string& strategy) {
 }
 
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer) {
-  if (strategy != config.strategy) config.table.clear();  // its cells are meant for another preset
+  if (strategy != config.strategy) {  // its cells are meant for another preset
+    std::erase_if(config.table, [](const auto& row) { return row.first != kWire; });
+    if (!can_rest_away(strategy)) config.table[kWire].erase(role_name(Role::kParam));
+  }
   config.strategy = strategy;
   config.offload.optimizer = optimizer;
   const bool shards = can_rest_away(strategy), offloads = optimizer != "none";
@@ -142,7 +162,8 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
 void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config) {
   if (config->comm.reduce_dtype != "auto") return;
   const Mesh mesh = mesh_of(*config);
-  const bool wide = rings && ring_sends_less(mesh, table_of(*config, model).on(mesh));
+  const Table table = table_of(*config, model).on(mesh);
+  const bool wide = rings && !table.wires(Role::kGrad).lossy() && ring_sends_less(mesh, table);
   config->comm.reduce_dtype = wide ? "fp32" : "gradient";
 }
 

@@ -24,6 +24,12 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   return kUsed;
 }
 
+constexpr std::array kWiredRoles = {Role::kParam, Role::kGrad};
+
+Rounding usual_rounding(Role role) {
+  return role == Role::kGrad ? Rounding::kStochastic : Rounding::kNearest;
+}
+
 }  // namespace
 
 const char* role_name(Role role) {
@@ -50,6 +56,7 @@ Table Table::on(const Mesh& mesh) const {
   Table seen = *this;
   for (auto& row : seen.cells_)
     for (Placement& cell : row) cell = normalize(cell, mesh);
+  for (Wires& wires : seen.wires_) wires = wires.on(mesh);
   return seen;
 }
 
@@ -159,7 +166,21 @@ std::string Table::text() const {
       out += concat(" ", phase_name(phase), "=", at(role, phase).text());
     out += "\n";
   }
-  return out;
+  std::string wires;
+  for (const Role role : kWiredRoles) {
+    if (this->wires(role).lossy()) {
+      wires += concat(" ", role_name(role), "=", wires_text(*this, role));
+    }
+  }
+  return wires.empty() ? out : concat(out, "wire", wires, "\n");
+}
+
+std::string wires_text(const Table& table, Role role) {
+  return table.wires(role).text(usual_rounding(role));
+}
+
+void set_wires(Table& table, Role role, const std::string& text) {
+  table.wires(role) = Wires::parse(text, usual_rounding(role));
 }
 
 Table Table::parse(const std::string& text) {
@@ -183,6 +204,12 @@ Table Table::parse(const std::string& text) {
       table.set(role, phase, Placement::parse(found->second));
       given.erase(found);
     }
+  }
+  for (const Role role : kWiredRoles) {
+    const auto found = given.find(concat("wire.", role_name(role)));
+    if (found == given.end()) continue;
+    set_wires(table, role, found->second);
+    given.erase(found);
   }
   if (!given.empty())
     throw ConfigError(concat("[plan::Table::parse] there is no cell ", given.begin()->first));

@@ -22,6 +22,10 @@ class Table {
   // forward, hold, backward.
   const Placement& at(Role role, Phase phase) const;
   void set(Role role, Phase phase, const Placement& place);
+  // How parameters travel to a forward or backward, and gradients to their sums ([Note: Wires]).
+  // Every other move has the plain wire.
+  const Wires& wires(Role role) const { return wires_[static_cast<size_t>(role)]; }
+  Wires& wires(Role role) { return wires_[static_cast<size_t>(role)]; }
   // Returns the table with every cell normalized for this mesh (normalize()).
   Table on(const Mesh& mesh) const;
   // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
@@ -59,15 +63,25 @@ class Table {
   std::vector<Move> publish() const;
   // Returns whether updated parameters go to rest in the same chunks as the optimizer state.
   bool publishes_chunks() const;
-  std::string text() const;  // one line per role: "param rest=SS@device:bf16 forward=..."
-  // Parses the form that text() returns. Every cell must be present. Throws ConfigError with the
-  // cell.
+  // One line per role: "param rest=SS@device:bf16 forward=...", and "wire param=int8/128 grad=..."
+  // if a wire is not plain.
+  std::string text() const;
+  // Parses the form that text() returns. Every cell except those of `wire` must be present. Throws
+  // ConfigError with the cell.
   static Table parse(const std::string& text);
   bool operator==(const Table&) const = default;
 
  private:
   std::array<std::array<Placement, kNumPhases>, kNumRoles> cells_{};
+  std::array<Wires, kNumRoles> wires_{};
 };
+
+// The row of a config's table with the wires of roles; its other rows are roles with placements.
+inline constexpr const char* kWire = "wire";
+// The wires of a role as text, for example "int8/128". Without a rounding, gradients are rounded
+// without a bias, and parameters alike in every transfer. set_wires() throws ConfigError.
+std::string wires_text(const Table& table, Role role);
+void set_wires(Table& table, Role role, const std::string& text);
 
 // What an executor reads of a table, computed once.
 struct Cells {

@@ -137,7 +137,7 @@ DIFFERENCES = (
         "penstock",
         "which is not supported",
         "a feature that Penstock does not have",
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
     ),
     Difference(
         "penstock",

@@ -427,6 +427,17 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
   if (!bad.empty()) state_->window->blame(bad);
 }
 
+namespace {
+
+[[noreturn]] void refuse_coded(const std::string& unit) {
+  throw RuntimeFault(concat(
+      "[engine::gathered] unit \"", unit,
+      "\" computes at the moment, with values that a lossy wire has rounded (comm.codec or "
+      "table.wire.param). Call gathered(write=True) before its forward or after its backward"));
+}
+
+}  // namespace
+
 void Values::gather(const std::vector<int>& units, bool write) {
   state_->check_open("gathered");
   state_->border->look_at_params();
@@ -438,7 +449,13 @@ void Values::gather(const std::vector<int>& units, bool write) {
   try {
     for (const int unit : units) {
       if (!executor.params().whole(unit)) brought.push_back(unit);
-      executor.params().require(unit);
+      const bool in_use = executor.params().coded(unit) && state_->driver->computes(unit);
+      if (in_use && write) refuse_coded(executor.units()[unit].name);
+      if (in_use) {
+        executor.params().require(unit);
+      } else {
+        executor.params().require_exact(unit);
+      }
       state_->wholes->show(unit);
     }
     state_->tiled->gather(units, state_->tiers.device);

@@ -54,16 +54,28 @@ std::string parse_placement(const std::string& path, const std::string& text) {
   return place.text();
 }
 
+std::string parse_wires(const std::string& path, const std::string& role, const std::string& text) {
+  Table table;
+  const Role wired = role == role_name(Role::kGrad) ? Role::kGrad : Role::kParam;
+  try {
+    set_wires(table, wired, text);
+  } catch (const ConfigError& error) {
+    fail(concat("\"", path, "\" is \"", text, "\": ", error.what()));
+  }
+  return wires_text(table, wired);
+}
+
 // Every cell must be one that Table has; the planner reads the cells by these names (table_of()).
 void parse_table(const Json& value, Config* config) {
   static const std::map<std::string, std::vector<std::string>> kCells = {
       {"param", {"rest", "forward", "hold", "backward"}},
       {"grad", {"backward", "hold", "update"}},
-      {"optim", {"rest", "update"}}};
+      {"optim", {"rest", "update"}},
+      {kWire, {"param", "grad"}}};
   if (value.is_object() && value.contains("act"))
     fail_unsupported("table.act", value["act"],
                      "activations are placed by the key \"offload.activations\"");
-  const ConfigSection roles(value, "table", {"param", "grad", "optim"});
+  const ConfigSection roles(value, "table", {"param", "grad", "optim", kWire});
   for (const auto& [role, phases] : kCells) {
     const Json* row = roles.find(role);
     if (row == nullptr) continue;
@@ -72,7 +84,8 @@ void parse_table(const Json& value, Config* config) {
       std::string text;
       cells.read_text(phase, &text);
       if (!cells.has(phase)) continue;
-      config->table[role][phase] = parse_placement(cells.path(phase), text);
+      config->table[role][phase] = role == kWire ? parse_wires(cells.path(phase), phase, text)
+                                                 : parse_placement(cells.path(phase), text);
     }
   }
 }
@@ -148,6 +161,7 @@ void parse_dtypes(const Json& value, Config* config) {
 // Returns whether a cell of the config's table is on the tier. A role or phase of "" matches any.
 bool has_cell(const Config& config, const char* role, const char* phase, Tier tier) {
   for (const auto& [name, phases] : config.table) {
+    if (name == kWire) continue;
     for (const auto& [at, place] : phases) {
       if ((*role == '\0' || name == role) && (*phase == '\0' || at == phase) &&
           Placement::parse(place).tier == tier) {
@@ -370,10 +384,7 @@ void parse_comm(const Json& value, CommConfig* comm) {
   section.read_text("backend", &comm->backend);
   if (comm->backend != "auto" && comm->backend != "shm" && comm->backend != "gloo")
     fail_unsupported("comm.backend", comm->backend, "\"auto\", \"shm\" or \"gloo\"");
-  section.read_text("codec", &comm->codec);
-  if (comm->codec != "none")
-    fail_unsupported("comm.codec", comm->codec,
-                     "this version does not support codecs yet, only \"none\"");
+  comm->codec = section.choice("codec", comm->codec, {"none", "int8"});
   section.read_text("reduce_dtype", &comm->reduce_dtype);
   if (comm->reduce_dtype != "auto" && comm->reduce_dtype != "gradient" &&
       comm->reduce_dtype != "fp32")

@@ -225,6 +225,10 @@ void take_strategy(const Leaves& given, int data, Json& native) {
     native["strategy"] = "hpz";
     native["mesh"]["node"] = nodes_of(given, zero + "zero_hpz_partition_size", secondary, data);
   }
+  for (const auto& [key, role] : {std::pair("zero_quantized_weights", "param"),
+                                  std::pair("zero_quantized_gradients", "grad")}) {
+    if (stage == 3 && given.flag(zero + key, false)) native["table"]["wire"][role] = "int8";
+  }
 }
 
 void take_offload(const Leaves& given, Json& native) {
@@ -442,6 +446,8 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
   for (GivenKey& key : translated.given) {
     const bool shards = key.key.ends_with("zero_hpz_partition_size") ||
                         key.key.ends_with("mics_shard_size") ||
+                        key.key.ends_with("zero_quantized_weights") ||
+                        key.key.ends_with("zero_quantized_gradients") ||
                         key.key.find("offload_param") != std::string::npos;
     if (shards && leaves.whole("zero_optimization.stage", 0) < 3) {
       key.fate = kNoEffect;

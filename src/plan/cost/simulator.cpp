@@ -407,7 +407,7 @@ class Simulation : StateBytes {
     for (const Move& move : moves) {
       const int64_t here = bytes(role, unit, place, chunk);
       if (move.is_collective()) {
-        send_collective(move, here, phase);
+        send_collective(move, piece_bytes(move, here, role, unit, place), phase);
       } else if (move.kind == MoveKind::kCopy) {
         const bool disk = move.from == Tier::kDisk || move.to == Tier::kDisk;
         ledger_.sent[phase][disk ? "host-disk" : "device-host"] += here;
@@ -429,11 +429,23 @@ class Simulation : StateBytes {
     }
   }
 
-  void send_collective(const Move& move, int64_t here, const std::string& phase) {
+  // Returns the bytes that a rank sends to each peer of a collective. `here`: the bytes of its
+  // copy.
+  int64_t piece_bytes(const Move& move, int64_t here, Role role, int unit,
+                      const Placement& place) const {
+    const int64_t pieces = move.kind == MoveKind::kAllGather ? 1 : group_size(move);
+    if (!move.wire.lossy()) return here / pieces;
+    int64_t sum = 0;
+    for_each_flat(role, {unit}, [&](const FlatDesc& flat) {
+      sum += move.wire.encoded_bytes(flat.numel / num_shards(place, mesh_) / pieces);
+    });
+    return sum;
+  }
+
+  void send_collective(const Move& move, int64_t piece, const std::string& phase) {
     const int64_t size = group_size(move);
     if (size == 1) return;
-    int64_t sent = (size - 1) * here;
-    if (move.kind != MoveKind::kAllGather) sent /= size;
+    int64_t sent = (size - 1) * piece;
     if (move.kind == MoveKind::kAllReduce) sent *= 2;
     int64_t across = 0;  // number of peers on other nodes
     for (const Axis axis : move.axes)

@@ -97,13 +97,15 @@ class StateBytes {
   }
 
   // Returns the bytes of buffers for a step if all its flats take the same route. These are all
-  // buffers between passes, plus the largest receive buffer and the largest packed buffer, because
-  // passes run one after another.
+  // buffers between passes, the encoded pieces of lossy wires, plus the largest receive buffer and
+  // the largest packed buffer, because passes run one after another.
   int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
                        bool adds = false) const {
     std::vector<Packing> packing(way.passes.size());
     for_each_flat(role, units, [&](const FlatDesc& flat) {
-      for (size_t i = 0; i < way.passes.size(); ++i) packing[i].add(shard_bytes(way, i, flat));
+      for (size_t i = 0; i < way.passes.size(); ++i) {
+        if (!way.passes[i].wire.lossy()) packing[i].add(shard_bytes(way, i, flat));
+      }
     });
     int64_t sum = 0, packed = 0;
     for (size_t i = 0; i < way.passes.size(); ++i) {
@@ -118,7 +120,8 @@ class StateBytes {
         const Pass& pass = way.passes[i];
         const bool there = model_.on_accelerator && pass.from.tier == Tier::kDevice;
         // An accelerator's back end also sends a rank's own part to that rank.
-        if (pass.sums())
+        if (pass.wire.lossy()) sum += encoded_bytes(pass, flat);
+        if (pass.sums() && !pass.wire.lossy())
           received =
               std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - (there ? 0 : 1)));
         // A sum is made in the memory of its addends.
@@ -144,6 +147,14 @@ class StateBytes {
   Dtype dtype_after(const Route& way, size_t pass, const FlatDesc& flat) const {
     return way.dtype_after(pass, table_.dtype_in(way.from, flat.dtype),
                            table_.dtype_in(way.to, flat.dtype));
+  }
+
+  // Returns the memory for a flat's encoded pieces. A sum has pieces to send and received pieces.
+  int64_t encoded_bytes(const Pass& pass, const FlatDesc& flat) const {
+    const int64_t members = group_size(pass);
+    int64_t numel = flat.numel / num_shards(pass.from, mesh_);
+    if (pass.sums()) numel /= members;
+    return pass.wire.encoded_bytes(numel) * members * (pass.sums() ? 2 : 1);
   }
 
   // Returns the bytes of one shard in a collective pass.

@@ -57,8 +57,8 @@ _ZERO = (
 ).split()
 _UNSUPPORTED = (
     "amp_enabled sparse_gradients_enabled bf16_master_weights_and_gradients autotuning_enabled "
-    "fp16_master_weights_and_gradients optimizer_legacy_fusion zero_quantized_weights pld_enabled "
-    "zero_quantized_gradients eigenvalue_enabled torch_autocast_enabled is_deepcompile_enabled"
+    "fp16_master_weights_and_gradients optimizer_legacy_fusion pld_enabled "
+    "eigenvalue_enabled torch_autocast_enabled is_deepcompile_enabled"
 ).split()
 _PROFILER = {
     "enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True,
@@ -101,6 +101,8 @@ _GETTERS: dict[str, Callable[[Any], Any]] = {
         "zero_optimization.overlap_comm", c.zero_optimization_stage == 3
     )(c),
     "zero_hpz_partition_size": _key("zero_optimization.zero_hpz_partition_size", 1),
+    "zero_quantized_weights": _key("zero_optimization.zero_quantized_weights", False),
+    "zero_quantized_gradients": _key("zero_optimization.zero_quantized_gradients", False),
     "mics_shard_size": _key("zero_optimization.mics_shard_size", -1),
     "zero_gather_16bit_weights_on_model_save": lambda c: bool(
         _key("zero_optimization.stage3_gather_16bit_weights_on_model_save", None)(c)

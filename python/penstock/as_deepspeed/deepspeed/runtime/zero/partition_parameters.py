@@ -197,7 +197,7 @@ class Init:
         if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             _refuse("dtype", dtype, "allowed: torch.float32, torch.bfloat16, torch.float16")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            _refuse("zero_quantized_weights", True, "weights are exchanged in their own dtype")
+            _refuse("zero_quantized_weights", True, "write it as a key of zero_optimization")
         if param_swapper is not None:
             _refuse("param_swapper", param_swapper, "the engine has its own")
         if any(str(getattr(one, "name", one)) == "dtype" for one in tensor_overrides):

@@ -1,0 +1,46 @@
+#pragma once
+// Parts of the wire codec that do not depend on the instruction set.
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+#include "src/device/address.h"
+#include "src/place/wire.h"
+
+namespace penstock::device {
+
+// The scales and values of one encoded piece, from one of its blocks on.
+struct Encoded {
+  float* scales = nullptr;
+  uint8_t* values = nullptr;
+
+  static Encoded of(char* at, int64_t numel, const Wire& wire) {
+    return {reinterpret_cast<float*>(at), reinterpret_cast<uint8_t*>(at + wire.scale_bytes(numel))};
+  }
+  // `at`: index of a value that begins a block.
+  Encoded from(int64_t at, const Wire& wire) const {
+    return {scales + at / wire.block, values + wire.value_bytes(at)};
+  }
+};
+
+struct Scale {
+  float step = 0.0F;     // value of the integer 1
+  float inverse = 0.0F;  // so that value * inverse is at most the number of levels
+};
+
+inline constexpr uint32_t kInfBits = 0x7F800000U;  // larger bits are NaN
+inline constexpr float kLeast = 0x1p-118F;         // a smaller block is zero: no step is subnormal
+
+inline Scale scale_of(uint32_t largest_bits, int levels) {
+  if (largest_bits >= kInfBits) return {std::numeric_limits<float>::quiet_NaN(), 0.0F};
+  const auto largest = std::bit_cast<float>(largest_bits);
+  if (largest < kLeast) return {};
+  const auto count = static_cast<float>(levels);
+  return {largest / count, count / largest};
+}
+
+struct Keys {
+  uint32_t low = 0, high = 0;
+};
+
+}  // namespace penstock::device

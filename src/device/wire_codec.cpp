@@ -1,0 +1,370 @@
+// foreach_target.h compiles this file once per instruction set.
+#include "src/device/wire_codec.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/device/wire_codec.cpp"
+#include <hwy/foreach_target.h>
+
+// Must come after foreach_target.h.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <limits>
+
+#include "penstock/error.h"
+#include "src/device/device.h"
+#include "src/device/host_kernels.h"
+#include "src/device/kernels.h"
+#include "src/device/split.h"
+#include "src/device/wire_blocks.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace penstock::device::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using F32 = hn::CappedTag<float, 16>;  // at most half a block
+using I32 = hn::RebindToSigned<F32>;
+using U32 = hn::RebindToUnsigned<F32>;
+using I8 = hn::Rebind<int8_t, F32>;
+using Pairs = hn::ScalableTag<uint16_t>;  // a pair of values as two bytes
+using Packed = hn::Rebind<uint8_t, Pairs>;
+
+constexpr int64_t kMostBlock = 128;
+
+// Returns the bits of the largest magnitude. The order of bits is the order of magnitudes, and NaN
+// is above infinity. `count` is a multiple of the lanes.
+HWY_INLINE uint32_t largest_bits(const float* values, int64_t count) {
+  const F32 d;
+  const U32 du;
+  auto most = hn::Zero(du);
+  for (int64_t i = 0; i < count; i += static_cast<int64_t>(hn::Lanes(d))) {
+    const auto bits = hn::BitCast(du, hn::Load(d, values + i));
+    most = hn::Max(most, hn::And(bits, hn::Set(du, 0x7FFFFFFFU)));
+  }
+  return hn::GetLane(hn::MaxOfLanes(du, most));
+}
+
+// Returns numbers in [0, 1), a function of the keys and of the indices from `first` on. They have 16
+// bits, so that a whole number of levels plus such a number is exact in fp32.
+HWY_INLINE hn::Vec<F32> random_numbers(uint32_t first, const Keys& keys) {
+  const F32 d;
+  const U32 du;
+  auto x = hn::Xor(hn::Iota(du, first), hn::Set(du, keys.low));
+  x = hn::Add(hn::Mul(x, hn::Set(du, 0x9E3779B9U)), hn::Set(du, keys.high));
+  x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(du, 0x85EBCA6BU));
+  x = hn::Mul(hn::Xor(x, hn::ShiftRight<13>(x)), hn::Set(du, 0xC2B2AE35U));
+  x = hn::ShiftRight<16>(hn::Xor(x, hn::ShiftRight<16>(x)));
+  return hn::Mul(hn::ConvertTo(d, hn::BitCast(I32(), x)), hn::Set(d, 0x1p-16F));
+}
+
+template <bool kStochastic>
+HWY_INLINE void round_block(const float* values, int64_t count, float inverse, int levels,
+                            const Keys& keys, uint32_t first, int8_t* rounded) {
+  const F32 d;
+  const I32 di;
+  const auto factor = hn::Set(d, inverse);
+  const auto most = hn::Set(di, levels), least = hn::Set(di, -levels);
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t i = 0; i < count; i += lanes) {
+    const auto scaled = hn::Mul(hn::Load(d, values + i), factor);
+    auto q = hn::Zero(di);
+    if constexpr (kStochastic) {
+      const auto noise = random_numbers(first + static_cast<uint32_t>(i), keys);
+      q = hn::ConvertTo(di, hn::Floor(hn::Add(scaled, noise)));
+    } else {
+      q = hn::NearestInt(scaled);
+    }
+    q = hn::Min(hn::Max(q, least), most);
+    hn::StoreU(hn::DemoteTo(I8(), q), I8(), rounded + i);
+  }
+}
+
+// Packs pairs of int8 into bytes. Reads and writes whole vectors.
+HWY_INLINE void pack(const int8_t* rounded, int64_t count, uint8_t* packed) {
+  const Pairs d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t i = 0; i < count; i += 2 * lanes) {
+    const auto pair = hn::LoadU(d, reinterpret_cast<const uint16_t*>(rounded + i));
+    const auto low = hn::And(pair, hn::Set(d, 0x000F));
+    const auto high = hn::And(hn::ShiftRight<4>(pair), hn::Set(d, 0x00F0));
+    hn::StoreU(hn::TruncateTo(Packed(), hn::Or(low, high)), Packed(), packed + i / 2);
+  }
+}
+
+HWY_INLINE void unpack(const uint8_t* packed, int64_t count, int8_t* values) {
+  const Pairs d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t i = 0; i < count; i += 2 * lanes) {
+    const auto bytes = hn::PromoteTo(d, hn::LoadU(Packed(), packed + i / 2));
+    const auto high = hn::And(hn::ShiftLeft<4>(bytes), hn::Set(d, 0x0F00));
+    const auto halves = hn::Or(hn::And(bytes, hn::Set(d, 0x000F)), high);
+    // 0x1E copies the sign of four bits to the upper half of its byte.
+    const auto signs = hn::Mul(hn::And(halves, hn::Set(d, 0x0808)), hn::Set(d, 0x001E));
+    hn::StoreU(hn::Or(halves, signs), d, reinterpret_cast<uint16_t*>(values + i));
+  }
+}
+
+// `values` are whole blocks, filled up with zeros, of which `count` values are encoded.
+void encode_blocks(const float* values, int64_t count, const Wire& wire, const Keys& keys,
+                   uint32_t first, Encoded to) {
+  HWY_ALIGN int8_t rounded[kMostBlock + 64];
+  HWY_ALIGN uint8_t packed[kMostBlock / 2 + 64];
+  const int block = wire.block, levels = wire.levels();
+  for (int64_t at = 0; at < count; at += block) {
+    const int64_t here = std::min<int64_t>(block, count - at);
+    const Scale scale = scale_of(largest_bits(values + at, block), levels);
+    to.scales[at / block] = scale.step;
+    const uint32_t index = first + static_cast<uint32_t>(at);
+    if (wire.rounding == Rounding::kStochastic) {
+      round_block<true>(values + at, block, scale.inverse, levels, keys, index, rounded);
+    } else {
+      round_block<false>(values + at, block, scale.inverse, levels, keys, index, rounded);
+    }
+    if (wire.code == Code::kInt8) {
+      std::memcpy(to.values + at, rounded, static_cast<size_t>(here));
+      continue;
+    }
+    if (here < block) std::fill(rounded + here, rounded + block, int8_t{0});
+    pack(rounded, block, packed);
+    std::memcpy(to.values + at / 2, packed, static_cast<size_t>((here + 1) / 2));
+  }
+}
+
+// sums[i] = or += the decoded values. `sums` has room for whole blocks.
+void add_decoded(float* sums, int64_t count, const Wire& wire, const Encoded& from, bool adds) {
+  const F32 d;
+  HWY_ALIGN int8_t block_values[kMostBlock + 64] = {};
+  HWY_ALIGN uint8_t packed[kMostBlock / 2 + 64] = {};
+  const int block = wire.block;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t at = 0; at < count; at += block) {
+    const int64_t here = std::min<int64_t>(block, count - at);
+    const auto* values = reinterpret_cast<const int8_t*>(from.values) + at;
+    if (wire.code == Code::kInt4) {
+      std::memcpy(packed, from.values + at / 2, static_cast<size_t>((here + 1) / 2));
+      unpack(packed, block, block_values);
+      values = block_values;
+    } else if (here < block) {
+      std::memcpy(block_values, values, static_cast<size_t>(here));
+      values = block_values;
+    }
+    const auto step = hn::Set(d, from.scales[at / block]);
+    for (int64_t i = 0; i < block; i += lanes) {
+      const auto q = hn::PromoteTo(I32(), hn::LoadU(I8(), values + i));
+      const auto value = hn::Mul(hn::ConvertTo(d, q), step);
+      hn::Store(adds ? hn::Add(hn::Load(d, sums + at + i), value) : value, d, sums + at + i);
+    }
+  }
+}
+
+}  // namespace penstock::device::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace penstock::device {
+
+namespace {
+
+HWY_EXPORT(encode_blocks);
+HWY_EXPORT(add_decoded);
+
+constexpr int64_t kTile = 2048;  // values that stay in the first-level cache, a multiple of blocks
+constexpr int64_t kPiece = int64_t{1} << 22;  // values per round on a device, which bounds memory
+
+Keys keys_of(const Noise& noise) {
+  return {static_cast<uint32_t>(noise.key), static_cast<uint32_t>(noise.key >> 32)};
+}
+
+// Calls run(begin, count) for tiles of a part.
+template <class Run>
+void for_each_tile(int64_t numel, const Run& run) {
+  host::for_each_part(numel, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kTile) run(at, std::min(kTile, end - at));
+  });
+}
+
+void encode_on_host(char* to, const char* from, Dtype dtype, int64_t numel, const Wire& wire,
+                    const Noise& noise) {
+  const Encoded all = Encoded::of(to, numel, wire);
+  for_each_tile(numel, [&](int64_t at, int64_t count) {
+    alignas(64) float tile[kTile];
+    host::take(tile, Dtype::kFp32, from + at * dtype_bytes(dtype), dtype, count, false);
+    std::fill(tile + count, tile + (count + wire.block - 1) / wire.block * wire.block, 0.0F);
+    HWY_DYNAMIC_DISPATCH(encode_blocks)
+    (tile, count, wire, keys_of(noise), static_cast<uint32_t>(noise.first + at),
+     all.from(at, wire));
+  });
+  const int64_t end = wire.scale_bytes(numel) + wire.value_bytes(numel);
+  std::memset(to + end, 0, static_cast<size_t>(wire.encoded_bytes(numel) - end));
+}
+
+void sum_on_host(const Sum& sum, const Wire& wire) {
+  for_each_tile(sum.numel, [&](int64_t at, int64_t count) {
+    alignas(64) float tile[kTile];
+    bool adds = false;
+    for (const void* source : sum.sources) {
+      char* const piece = static_cast<char*>(const_cast<void*>(source));
+      const Encoded from = Encoded::of(piece, sum.numel, wire).from(at, wire);
+      HWY_DYNAMIC_DISPATCH(add_decoded)(tile, count, wire, from, adds);
+      adds = true;
+    }
+    if (sum.scale != 1.0F) {
+      for (int64_t i = 0; i < count; ++i) tile[i] *= sum.scale;
+    }
+    host::take(sum.dst.host() + at * dtype_bytes(sum.dst_dtype), sum.dst_dtype, tile, Dtype::kFp32,
+               count, sum.accumulate);
+  });
+}
+
+// ---- on a device
+
+// Returns the values in rows of one block, filled up with zeros.
+at::Tensor rows_of(const at::Tensor& values, int64_t block) {
+  const int64_t numel = values.numel(), filled = (numel + block - 1) / block * block;
+  if (filled == numel) return values.view({-1, block});
+  at::Tensor rows = at::zeros({filled}, values.options());
+  rows.narrow(0, 0, numel).copy_(values);
+  return rows.view({-1, block});
+}
+
+at::Tensor shifted(const at::Tensor& x, int64_t bits) {  // a logical shift of int32
+  return x.bitwise_right_shift(bits).bitwise_and_((int64_t{1} << (32 - bits)) - 1);
+}
+
+// The numbers of random_numbers() for `count` indices.
+at::Tensor noise_on_device(int64_t first, int64_t count, const Keys& keys,
+                           const at::TensorOptions& where) {
+  const auto number = [](uint32_t bits) {
+    return static_cast<int64_t>(static_cast<int32_t>(bits));
+  };
+  const int64_t start = number(static_cast<uint32_t>(first));
+  at::Tensor x = at::arange(0, count, where.dtype(at::kInt)).add_(start);
+  x.bitwise_xor_(number(keys.low)).mul_(number(0x9E3779B9U)).add_(number(keys.high));
+  x = x.bitwise_xor(shifted(x, 16)).mul_(number(0x85EBCA6BU));
+  x = x.bitwise_xor(shifted(x, 13)).mul_(number(0xC2B2AE35U));
+  return shifted(x.bitwise_xor(shifted(x, 16)), 16).to(at::kFloat).mul_(0x1p-16);
+}
+
+void encode_on_device(Address to, Address from, Dtype dtype, int64_t numel, const Wire& wire,
+                      const Noise& noise) {
+  const Unseen unseen;
+  const at::Tensor scales = view(to, at::kFloat, wire.num_blocks(numel));
+  const Address codes = to + wire.scale_bytes(numel);
+  const double levels = wire.levels();
+  for (int64_t at = 0; at < numel; at += kPiece) {
+    const int64_t count = std::min(kPiece, numel - at);
+    const at::Tensor values =
+        rows_of(view(from + at * dtype_bytes(dtype), dtype, count).to(at::kFloat), wire.block);
+    const at::Tensor largest = values.abs().amax({1}, true);  // NaN if a value is NaN
+    const at::Tensor counts = at::full_like(largest, levels);
+    const at::Tensor zero = largest.lt(kLeast), whole = largest.isfinite();
+    const at::Tensor step = largest.div(counts).masked_fill_(zero, 0.0).masked_fill_(
+        whole.logical_not(), std::numeric_limits<double>::quiet_NaN());
+    const at::Tensor inverse =
+        counts.div(largest).masked_fill_(zero.logical_or(whole.logical_not()), 0.0);
+    scales.narrow(0, at / wire.block, largest.numel()).copy_(step.flatten());
+    at::Tensor scaled = values.mul(inverse);
+    if (wire.rounding == Rounding::kStochastic) {
+      scaled
+          .add_(noise_on_device(noise.first + at, values.numel(), keys_of(noise), scaled.options())
+                    .view(values.sizes()))
+          .floor_();
+    } else {
+      scaled.round_();
+    }
+    const at::Tensor rounded =
+        scaled.nan_to_num_(0.0).clamp_(-levels, levels).to(at::kChar).flatten().narrow(0, 0, count);
+    if (wire.code == Code::kInt8) {
+      view(codes + at, at::kChar, count).copy_(rounded);
+      continue;
+    }
+    at::Tensor halves = at::zeros({(count + 1) / 2 * 2}, rounded.options().dtype(at::kByte));
+    halves.narrow(0, 0, count).copy_(rounded.bitwise_and(15));
+    const at::Tensor pairs = halves.view({-1, 2});
+    view(codes + at / 2, at::kByte, (count + 1) / 2)
+        .copy_(pairs.select(1, 0).bitwise_or(pairs.select(1, 1).bitwise_left_shift(4)));
+  }
+  const int64_t end = wire.scale_bytes(numel) + wire.value_bytes(numel);
+  view(to + end, at::kByte, wire.encoded_bytes(numel) - end).zero_();
+}
+
+// Returns the decoded values [at, at + count) of a piece in fp32.
+at::Tensor decoded_on_device(Address piece, int64_t numel, int64_t at, int64_t count,
+                             const Wire& wire) {
+  const Address codes = piece + wire.scale_bytes(numel);
+  at::Tensor values;
+  if (wire.code == Code::kInt8) {
+    values = view(codes + at, at::kChar, count).to(at::kFloat);
+  } else {
+    const at::Tensor bytes = view(codes + at / 2, at::kByte, (count + 1) / 2);
+    const at::Tensor halves =
+        at::stack({bytes.bitwise_and(15), bytes.bitwise_right_shift(4)}, 1).flatten();
+    values = halves.to(at::kChar).bitwise_xor_(8).sub_(8).narrow(0, 0, count).to(at::kFloat);
+  }
+  const at::Tensor rows = rows_of(values, wire.block);
+  const at::Tensor scales =
+      view(piece, at::kFloat, wire.num_blocks(numel)).narrow(0, at / wire.block, rows.size(0));
+  return rows.mul(scales.unsqueeze(1)).flatten().narrow(0, 0, count);
+}
+
+void sum_pieces_on_device(const Sum& sum, const Wire& wire) {
+  const Unseen unseen;
+  for (int64_t at = 0; at < sum.numel; at += kPiece) {
+    const int64_t count = std::min(kPiece, sum.numel - at);
+    at::Tensor total;
+    for (const void* source : sum.sources) {
+      const at::Tensor values = decoded_on_device({const_cast<void*>(source), sum.dst.device},
+                                                  sum.numel, at, count, wire);
+      total = total.defined() ? total.add_(values) : values;
+    }
+    if (sum.scale != 1.0F) total.mul_(sum.scale);
+    take(sum.dst + at * dtype_bytes(sum.dst_dtype), sum.dst_dtype,
+         address_of(total.contiguous(), sum.dst.device), Dtype::kFp32, count, sum.accumulate);
+  }
+}
+
+}  // namespace
+
+void encode(Address to, Address from, Dtype dtype, int64_t numel, const Wire& wire,
+            const Noise& noise) {
+  PENSTOCK_ASSERT(wire.lossy(), "[device::encode] the plain wire has no encoded form");
+  if (to.device != nullptr) return encode_on_device(to, from, dtype, numel, wire, noise);
+  encode_on_host(to.host(), from.host(), dtype, numel, wire, noise);
+}
+
+void decode(Address to, Dtype dtype, Address from, int64_t numel, const Wire& wire) {
+  const void* const source = from.data;
+  decode_sum({to, dtype, {&source, 1}, Dtype::kFp32, numel}, wire);
+}
+
+void decode_sum(const Sum& sum, const Wire& wire) {
+  PENSTOCK_ASSERT(wire.lossy() && !sum.sources.empty(), "[device::decode_sum] nothing to decode");
+  if (sum.dst.device != nullptr) return sum_pieces_on_device(sum, wire);
+  sum_on_host(sum, wire);
+}
+
+at::Tensor coded(Address values, Dtype from, Dtype dtype, int64_t numel,
+                 const std::vector<Wire>& wires) {
+  const at::TensorOptions where = values.device == nullptr
+                                      ? at::TensorOptions(at::kCPU)
+                                      : at::TensorOptions(values.device->where());
+  const at::Tensor made = at::empty({numel}, where.dtype(scalar_type(dtype)));
+  const Address at = address_of(made, values.device);
+  take(at, dtype, values, from, numel, false);
+  for (const Wire& wire : wires) {
+    const at::Tensor bytes = at::empty({wire.encoded_bytes(numel)}, where.dtype(at::kByte));
+    encode(address_of(bytes, values.device), at, dtype, numel, wire, {});
+    decode(at, dtype, address_of(bytes, values.device), numel, wire);
+  }
+  return made;
+}
+
+}  // namespace penstock::device
+#endif

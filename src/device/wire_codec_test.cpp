@@ -1,0 +1,259 @@
+// The encoded bytes beside a reference in plain loops, on each instruction set and by torch's
+// operations; rounding, zeros, values that are not finite, and sums.
+#include "src/device/wire_codec.h"
+
+#include <gtest/gtest.h>
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "src/device/device.h"
+#include "src/device/host_kernels.h"
+#include "src/device/on_target.h"
+
+namespace penstock::device {
+namespace {
+
+using Bytes = std::vector<char>;
+
+std::vector<Wire> every_wire() {
+  std::vector<Wire> wires;
+  for (const Code code : {Code::kInt8, Code::kInt4})
+    for (const int block : {32, 64, 128})
+      for (const Rounding rounding : {Rounding::kNearest, Rounding::kStochastic})
+        wires.push_back({code, block, rounding});
+  return wires;
+}
+
+// Values whose magnitudes differ by block, with zeros.
+std::vector<float> values_of(int64_t numel, unsigned seed) {
+  std::mt19937 engine(seed);
+  std::normal_distribution<float> draw;
+  std::vector<float> values(static_cast<size_t>(numel));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto row = static_cast<float>(i / 32 % 7);
+    values[i] = i % 11 == 0 ? 0.0F : draw(engine) * std::exp(row - 3.0F);
+  }
+  return values;
+}
+
+Bytes in_dtype(const std::vector<float>& values, Dtype dtype) {
+  Bytes bytes(values.size() * static_cast<size_t>(dtype_bytes(dtype)));
+  host::take(bytes.data(), dtype, values.data(), Dtype::kFp32, static_cast<int64_t>(values.size()),
+             false);
+  return bytes;
+}
+
+std::vector<float> in_fp32(const Bytes& bytes, Dtype dtype) {
+  std::vector<float> values(bytes.size() / static_cast<size_t>(dtype_bytes(dtype)));
+  host::take(values.data(), Dtype::kFp32, bytes.data(), dtype, static_cast<int64_t>(values.size()),
+             false);
+  return values;
+}
+
+float noise_of(uint32_t index, uint64_t key) {
+  uint32_t x =
+      (index ^ static_cast<uint32_t>(key)) * 0x9E3779B9U + static_cast<uint32_t>(key >> 32);
+  x = (x ^ (x >> 16)) * 0x85EBCA6BU;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35U;
+  return static_cast<float>((x ^ (x >> 16)) >> 16) * 0x1p-16F;
+}
+
+Bytes reference(const std::vector<float>& values, const Wire& wire, const Noise& noise) {
+  const auto numel = static_cast<int64_t>(values.size());
+  Bytes bytes(static_cast<size_t>(wire.encoded_bytes(numel)));
+  char* const codes = bytes.data() + wire.scale_bytes(numel);
+  for (int64_t at = 0; at < numel; at += wire.block) {
+    const int64_t end = std::min<int64_t>(at + wire.block, numel);
+    float largest = 0.0F;
+    for (int64_t i = at; i < end; ++i) largest = std::max(largest, std::abs(values[i]));
+    const auto levels = static_cast<float>(wire.levels());
+    const float step = largest / levels, inverse = largest > 0 ? levels / largest : 0.0F;
+    std::memcpy(bytes.data() + at / wire.block * 4, &step, 4);
+    for (int64_t i = at; i < end; ++i) {
+      const float scaled = values[i] * inverse;
+      const auto index = static_cast<uint32_t>(noise.first + i);
+      const float whole = wire.rounding == Rounding::kNearest
+                              ? std::nearbyint(scaled)
+                              : std::floor(scaled + noise_of(index, noise.key));
+      const int q = static_cast<int>(std::clamp(whole, -levels, levels));
+      if (wire.code == Code::kInt8) {
+        codes[i] = static_cast<char>(q);
+      } else {
+        codes[i / 2] = static_cast<char>(codes[i / 2] | (q & 15) << (i % 2 * 4));
+      }
+    }
+  }
+  return bytes;
+}
+
+Bytes encoded(const Bytes& from, Dtype dtype, const Wire& wire, const Noise& noise,
+              const Device* device = nullptr) {
+  const auto numel = static_cast<int64_t>(from.size()) / dtype_bytes(dtype);
+  Bytes bytes(static_cast<size_t>(wire.encoded_bytes(numel)), 'x');
+  encode({bytes.data(), device}, {const_cast<char*>(from.data()), device}, dtype, numel, wire,
+         noise);
+  return bytes;
+}
+
+std::vector<float> decoded(Bytes bytes, int64_t numel, const Wire& wire) {
+  std::vector<float> values(static_cast<size_t>(numel));
+  decode(values.data(), Dtype::kFp32, bytes.data(), numel, wire);
+  return values;
+}
+
+// A CPU seen as a device: torch's operations instead of the kernels.
+const Device& by_torch() {
+  static const Device device(at::kCPU);
+  return device;
+}
+
+class WireCodecTest : public samples::OnTarget<testing::TestWithParam<int64_t>> {};
+INSTANTIATE_TEST_SUITE_P(Targets, WireCodecTest,
+                         testing::ValuesIn(hwy::SupportedAndGeneratedTargets()));
+
+TEST_P(WireCodecTest, WritesTheBytesOfTheReference) {
+  const Noise noise{0x123456789ABCDEF0ULL, 77};
+  for (const int64_t numel : {1, 2, 31, 32, 33, 127, 128, 129, 2047, 2048, 2049, 70'001}) {
+    for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16, Dtype::kFp16}) {
+      const Bytes values = in_dtype(values_of(numel, 5), dtype);
+      for (const Wire& wire : every_wire()) {
+        const Bytes expected = reference(in_fp32(values, dtype), wire, noise);
+        ASSERT_EQ(encoded(values, dtype, wire, noise), expected) << wire.text() << " " << numel;
+        ASSERT_EQ(encoded(values, dtype, wire, noise, &by_torch()), expected)
+            << wire.text() << " " << numel << " by torch";
+      }
+    }
+  }
+}
+
+TEST_P(WireCodecTest, AnErrorIsAtMostAStep) {
+  const std::vector<float> values = values_of(4'001, 9);
+  for (const Wire& wire : every_wire()) {
+    const std::vector<float> seen =
+        decoded(encoded(in_dtype(values, Dtype::kFp32), Dtype::kFp32, wire, {3, 0}), 4'001, wire);
+    for (size_t at = 0; at < values.size(); at += wire.block) {
+      const size_t end = std::min(at + wire.block, values.size());
+      float largest = 0.0F;
+      for (size_t i = at; i < end; ++i) largest = std::max(largest, std::abs(values[i]));
+      const float step = largest / static_cast<float>(wire.levels());
+      const float most = (wire.rounding == Rounding::kNearest ? 0.5F : 1.0F) * step * 1.0001F;
+      for (size_t i = at; i < end; ++i) {
+        ASSERT_LE(std::abs(seen[i] - values[i]), most) << wire.text();
+        if (values[i] == 0.0F) {
+          ASSERT_EQ(seen[i], 0.0F) << wire.text();
+        }
+      }
+    }
+  }
+}
+
+TEST_P(WireCodecTest, SumsInOrderAndAddsAndScales) {
+  for (const int64_t numel : {1, 100, 128, 5'000, 40'000}) {
+    for (const Wire& wire : every_wire()) {
+      std::vector<Bytes> pieces;
+      std::vector<const void*> sources;
+      std::vector<float> expected(static_cast<size_t>(numel));
+      for (unsigned rank = 0; rank < 3; ++rank) {
+        pieces.push_back(
+            encoded(in_dtype(values_of(numel, rank), Dtype::kFp32), Dtype::kFp32, wire, {rank, 0}));
+        const std::vector<float> part = decoded(pieces.back(), numel, wire);
+        for (size_t i = 0; i < expected.size(); ++i) expected[i] += part[i];
+      }
+      for (const Bytes& piece : pieces) sources.push_back(piece.data());
+      for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
+        const Bytes before = in_dtype(values_of(numel, 8), dtype);
+        const std::vector<float> old = in_fp32(before, dtype);
+        std::vector<float> wanted = expected;
+        for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = wanted[i] * 0.25F + old[i];
+        for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+          Bytes sum = before;
+          decode_sum({{sum.data(), device}, dtype, sources, Dtype::kFp32, numel, 0.25F, true},
+                     wire);
+          ASSERT_EQ(sum, in_dtype(wanted, dtype)) << wire.text() << " " << numel;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(WireCodecTest, ValuesThatAreNotFiniteMakeTheirBlockNan) {
+  for (const float bad :
+       {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
+        std::numeric_limits<float>::quiet_NaN()}) {
+    for (const Wire& wire : every_wire()) {
+      std::vector<float> values = values_of(512, 1);
+      values[200] = bad;
+      for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+        const std::vector<float> seen = decoded(
+            encoded(in_dtype(values, Dtype::kFp32), Dtype::kFp32, wire, {}, device), 512, wire);
+        for (size_t i = 0; i < seen.size(); ++i) {
+          const bool in_block = i / wire.block == 200 / static_cast<size_t>(wire.block);
+          ASSERT_EQ(std::isnan(seen[i]), in_block) << wire.text() << " " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(WireCodecTest, ABlockOfZerosOrOfTinyValuesIsZero) {
+  for (const Wire& wire : every_wire()) {
+    for (const float tiny : {0.0F, -0.0F, 1e-40F, -1e-36F}) {
+      const std::vector<float> values(300, tiny);
+      for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+        const std::vector<float> seen = decoded(
+            encoded(in_dtype(values, Dtype::kFp32), Dtype::kFp32, wire, {}, device), 300, wire);
+        for (const float one : seen) ASSERT_EQ(one, 0.0F) << wire.text();
+      }
+    }
+  }
+}
+
+// With 20,000 draws the mean has a standard deviation of at most 0.5 step / sqrt(20,000).
+TEST_P(WireCodecTest, StochasticRoundingHasNoBias) {
+  const std::vector<float> values = values_of(128, 2);
+  const Bytes bytes = in_dtype(values, Dtype::kFp32);
+  constexpr int kDraws = 20'000;
+  for (const Wire& wire : every_wire()) {
+    if (wire.rounding == Rounding::kNearest) continue;
+    std::vector<double> mean(values.size());
+    for (int draw = 0; draw < kDraws; ++draw) {
+      const Noise noise{static_cast<uint64_t>(draw) * 0x9E3779B97F4A7C15ULL, 0};
+      const std::vector<float> seen = decoded(encoded(bytes, Dtype::kFp32, wire, noise), 128, wire);
+      for (size_t i = 0; i < mean.size(); ++i) mean[i] += seen[i];
+    }
+    for (size_t i = 0; i < mean.size(); ++i) {
+      const size_t begin = i / wire.block * wire.block;
+      float largest = 0.0F;
+      for (size_t k = begin; k < begin + wire.block; ++k) {
+        largest = std::max(largest, std::abs(values[k]));
+      }
+      const double step = largest / wire.levels();
+      ASSERT_NEAR(mean[i] / kDraws, values[i], 5.0 * 0.5 * step / std::sqrt(kDraws)) << wire.text();
+    }
+  }
+}
+
+TEST_P(WireCodecTest, CodedValuesAreThoseThatArrive) {
+  const Wire int4{Code::kInt4, 64, Rounding::kNearest};
+  const Wire wire{Code::kInt8, 128, Rounding::kNearest};
+  const Bytes values = in_dtype(values_of(1'000, 4), Dtype::kFp32);
+  for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+    const at::Tensor seen = coded({const_cast<char*>(values.data()), device}, Dtype::kFp32,
+                                  Dtype::kBf16, 1'000, {wire, int4});
+    Bytes expected = in_dtype(in_fp32(values, Dtype::kFp32), Dtype::kBf16);
+    for (const Wire& one : {wire, int4}) {
+      const Bytes piece = encoded(expected, Dtype::kBf16, one, {});
+      decode(expected.data(), Dtype::kBf16, const_cast<char*>(piece.data()), 1'000, one);
+    }
+    ASSERT_EQ(std::memcmp(seen.const_data_ptr(), expected.data(), expected.size()), 0);
+  }
+}
+
+}  // namespace
+}  // namespace penstock::device

@@ -1,0 +1,101 @@
+#include "src/exec/encoded_pass.h"
+
+#include "src/device/host_kernels.h"
+#include "src/device/kernels.h"
+
+namespace penstock::exec {
+
+using device::Address;
+
+void EncodedPass::add(Part part) {
+  part.offset = piece_;
+  part.first = numel_;
+  numel_ += part.numel;
+  piece_ += wire_.encoded_bytes(part.numel);
+  parts_.push_back(part);
+}
+
+void EncodedPass::add_gather(Address own, Address full, Dtype dtype, int64_t numel) {
+  add({.own = own, .full = full, .dtype = dtype, .numel = numel});
+}
+
+void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere) {
+  sums_ = true;
+  everywhere_ = everywhere;
+  Part part{.full = buffer.partial,
+            .sum = buffer,
+            .dtype = buffer.dtype,
+            .numel = buffer.numel / members_.size()};
+  if (everywhere) {  // the sum is made in place of this rank's own addends
+    part.sum.result = shard(part, buffer.partial, members_.index);
+    part.sum.result_dtype = buffer.dtype;
+    part.sum.accumulate = false;
+  }
+  add(part);
+}
+
+// A sum has the pieces that are sent and the pieces that are received.
+int64_t EncodedPass::room_bytes() const { return piece_ * members_.size() * (sums_ ? 2 : 1); }
+
+Address EncodedPass::shard(const Part& part, Address full, int member) const {
+  return full + member * part.numel * dtype_bytes(part.dtype);
+}
+
+void EncodedPass::run(comm::Channel& channel, const comm::Label& label, Address room) {
+  if (sums_) return sum(channel, label, room);
+  gather(channel, label, room);
+}
+
+// This rank's own shard is decoded as well, so that all members have equal values.
+void EncodedPass::gather(comm::Channel& channel, const comm::Label& label, Address room) {
+  const uint64_t key = channel.draw(label);
+  for (const Part& part : parts_) {
+    device::encode(room + members_.index * piece_ + part.offset, part.own, part.dtype, part.numel,
+                   wire_, {key, part.first});
+  }
+  channel.all_gather(label, members_, {{room, piece_}});
+  for (int member = 0; member < members_.size(); ++member) {
+    for (const Part& part : parts_) {
+      device::decode(shard(part, part.full, member), part.dtype,
+                     room + member * piece_ + part.offset, part.numel, wire_);
+    }
+  }
+}
+
+void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address room) {
+  const Address received = room + members_.size() * piece_;
+  const uint64_t key = channel.draw(label);
+  for (int member = 0; member < members_.size(); ++member) {
+    const Address piece = room + member * piece_;
+    for (const Part& part : parts_) {
+      device::encode(piece + part.offset, shard(part, part.full, member), part.dtype, part.numel,
+                     wire_, {key, member * numel_ + part.first});
+    }
+  }
+  device::copy(received + members_.index * piece_, room + members_.index * piece_, piece_);
+  channel.all_to_all(label, members_, room, received, piece_);
+  std::vector<const void*> sources(static_cast<size_t>(members_.size()));
+  for (const Part& part : parts_) {
+    for (int member = 0; member < members_.size(); ++member) {
+      sources[static_cast<size_t>(member)] = (received + member * piece_ + part.offset).data;
+    }
+    const comm::ReduceBuffer& to = part.sum;
+    device::decode_sum(
+        {to.result, to.result_dtype, sources, Dtype::kFp32, part.numel, to.scale, to.accumulate},
+        wire_);
+  }
+  if (everywhere_) {
+    EncodedPass sums(wire_, members_);
+    for (const Part& part : parts_) {
+      sums.add_gather(part.sum.result, part.full, part.dtype, part.numel);
+    }
+    sums.gather(channel, label, room);
+  }
+  for (const Part& part : parts_) {
+    if (part.sum.squares == nullptr) continue;
+    *part.sum.squares =
+        device::host::sum_squares(part.sum.result.host(), part.sum.result_dtype, part.numel);
+  }
+}
+
+}  // namespace penstock::exec

@@ -1,0 +1,64 @@
+#pragma once
+// Wire: the form in which values travel between ranks. A plain value, usable from any thread.
+//
+// [Note: Wires] With the plain wire, values travel in the dtype of the buffer. The other wires
+// encode blocks of values: each block has an fp32 scale and one small integer per value, so a
+// block's largest value is exact up to rounding. All receivers, the sender included, use the
+// decoded values, so replicas stay equal. A sum adds the decoded addends in fp32 and in rank order.
+// Zeros stay zeros. A block with a value that is not finite decodes to NaN.
+//
+//   nearest     the error of a value is at most half a step of its block. Used where each transfer
+//               encodes the same authority again (parameters), so errors never add up.
+//   stochastic  rounds up or down at random, so the mean of the error is zero. Used for addends:
+//               nearest would lose values below half a step in every step.
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "src/place/mesh.h"
+
+namespace penstock {
+
+enum class Code : uint8_t { kPlain, kInt8, kInt4 };
+enum class Rounding : uint8_t { kNearest, kStochastic };
+
+struct Wire {
+  Code code = Code::kPlain;
+  // Values per scale. Shards are multiples of 128 values, so blocks never cross them.
+  int block = 128;
+  Rounding rounding = Rounding::kNearest;
+
+  bool lossy() const { return code != Code::kPlain; }
+  int levels() const { return code == Code::kInt8 ? 127 : 7; }  // on each side of zero
+  // Sizes of the encoded form of `numel` values: the scales come first. encoded_bytes() is a
+  // multiple of 16. For lossy wires only.
+  int64_t num_blocks(int64_t numel) const { return (numel + block - 1) / block; }
+  int64_t scale_bytes(int64_t numel) const { return 4 * num_blocks(numel); }
+  int64_t value_bytes(int64_t numel) const { return code == Code::kInt8 ? numel : (numel + 1) / 2; }
+  int64_t encoded_bytes(int64_t numel) const;
+
+  // "plain", "int8/128", "int4/64/stochastic". `rounding`: what a text without a rounding means.
+  // parse() throws ConfigError.
+  std::string text(Rounding rounding = Rounding::kNearest) const;
+  static Wire parse(std::string_view text, Rounding rounding = Rounding::kNearest);
+  bool operator==(const Wire&) const = default;
+};
+
+// The wires of one role's collectives, by axis.
+struct Wires {
+  std::array<Wire, kNumAxes> axes{};
+
+  const Wire& on(Axis axis) const { return axes[static_cast<size_t>(axis)]; }
+  Wire& on(Axis axis) { return axes[static_cast<size_t>(axis)]; }
+  bool lossy() const;  // on any axis
+  // Gives the data axis that has size one the wire of the other data axis, as normalize() does with
+  // layouts.
+  Wires on(const Mesh& mesh) const;
+  // "int8/128" for both data axes, or "node:int4/128" with the axes that are not plain.
+  std::string text(Rounding rounding) const;
+  static Wires parse(std::string_view text, Rounding rounding);  // throws ConfigError
+  bool operator==(const Wires&) const = default;
+};
+
+}  // namespace penstock

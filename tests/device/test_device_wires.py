@@ -1,0 +1,53 @@
+"""Lossy wires on devices: the bits do not depend on when queued work runs, ranks have equal
+weights, and training is that of the same wires on the CPU but for rounding."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import compare
+import on_device
+import pytest
+import training
+from training import Case
+
+CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "ddp": (Case("ddp", "bf16"), {}),
+    "zero1": (Case("zero1"), {}),
+    "zero2": (Case("zero2", "bf16", accumulate=2), {}),
+    "zero2-host": (Case("zero2"), {"offload": {"optimizer": "host", "gradients": "host"}}),
+    "zero3": (Case("zero3", "bf16"), {}),
+    "zero3-fp16": (Case("zero3", "fp16", clip=True), {}),
+    "zero3-host": (Case("zero3"), {"offload": {"optimizer": "host", "params": "host"}}),
+    "zero3-recompute": (Case("zero3", "bf16", recompute="nonreentrant"), {}),
+    "hpz": (Case("hpz", "bf16", world=4), {}),
+    "mics": (Case("mics", world=4), {}),
+}
+WIRES = {"int8": {"codec": "int8"}, "int4": {"grad": "int4/64"}}
+
+
+def settings(case: Case, wires: dict[str, str], more: dict[str, Any]) -> dict[str, Any]:
+    comm = case.config()["comm"]
+    if "codec" in wires:
+        return more | {"comm": comm | wires}
+    return more | {"comm": comm, "table": {"wire": wires}}
+
+
+@pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize(("case", "more"), CASES.values(), ids=CASES)
+def test_wires_on_devices(case, more, wires, device_pools, tmp_path):
+    given = settings(case, wires, more)
+    train = functools.partial(on_device.train, **given)
+    run = functools.partial(device_pools(case.world).run, train, case)
+    first, again = run(0, str(tmp_path)), run(1, str(tmp_path))
+    there = device_pools(case.world).run(training.train_with, case, given)
+    for one, two in zip(first, again, strict=True):
+        assert one[1] == two[1] == first[0][1]
+        assert one[0].losses == two[0].losses
+    for one, two in zip(first, there, strict=True):
+        assert compare.rms(one[0].losses, two[0].losses) < 0.02
+    deviation = compare.change_deviation(
+        first[0][0].weights, there[0][0].weights, training.initial_weights(case.model, trained=True)
+    )
+    assert deviation < 0.3
