@@ -9,9 +9,9 @@ turns; ratios are taken round by round. Bytes are those that the first node's in
 step, headers included. Losses are the mean over ranks and over the last steps; "gap" is the
 difference to the first trainer's.
 
-"DDP bf16" is torch's DistributedDataParallel with bf16_compress_hook, "PowerSGD" with its
-powerSGD_hook of rank 4 after two exact steps. The others are Penstock's: a strategy, and the wires
-of gradients (g) and parameters (p).
+"DDP fp16" is torch's DistributedDataParallel with fp16_compress_hook (bf16's needs a GPU), and
+"PowerSGD" with powerSGD_hook of rank 4 after two exact steps. The others are Penstock's: a
+strategy, and the wires of gradients (g) and parameters (p).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OURS: dict[str, tuple[str, dict[str, str]]] = {
     "hpz": ("hpz", {}),
     "hpz g p int8": ("hpz", {"grad": "node:int8", "param": "node:int8"}),
 }
-PEERS = ("DDP bf16", "PowerSGD")
+PEERS = ("DDP fp16", "PowerSGD")
 Step = Callable[[torch.Tensor], float]
 
 
@@ -68,7 +68,7 @@ def parse_options() -> argparse.Namespace:
     add("--batch", type=int, default=1, help="sequences of a rank")
     add("--rounds", type=int, default=3)
     add("--steps", type=int, default=2, help="timed steps per trainer and round")
-    add("--trainers", nargs="+", default=["ddp", "ddp g int8", "zero1", "DDP bf16"])
+    add("--trainers", nargs="+", default=["ddp", "ddp g int8", "zero1", "DDP fp16"])
     add("--json", help="file for all figures")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     add("--result", help=argparse.SUPPRESS)
@@ -118,7 +118,7 @@ def ddp_step(options: argparse.Namespace, name: str) -> Step:
         state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
-        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     adam = torch.optim.AdamW(ddp.parameters(), lr=LR, fused=True)
 
     def step(tokens: torch.Tensor) -> float:

@@ -367,34 +367,31 @@ void Channel::reduce_on_device(const Label& label, const Members& members,
   for (const ReduceBuffer& buffer : buffers) {
     sizes_ = mix(sizes_, static_cast<uint64_t>(shard_bytes(members, buffer)));
   }
-  queue(label, *buffers.front().partial.device, back_end,
-        [&] { sum_on_device(members, buffers, back_end); });
-}
-
-void Channel::sum_on_device(const Members& members, const std::vector<ReduceBuffer>& buffers,
-                            DeviceCollectives& back_end) {
-  for (const ReduceBuffer& buffer : buffers) {
-    const int64_t shard = buffer.numel / members.size();
-    const at::Tensor partial = device::view(buffer.partial, buffer.dtype, buffer.numel);
-    if (buffer.dtype == Dtype::kFp32) {
-      back_end.reduce_scatter(device::view(buffer.scratch, buffer.dtype, shard), partial);
-      const void* const sum = buffer.scratch.data;
-      device::sum_chunks({buffer.result,
-                          buffer.result_dtype,
-                          {&sum, 1},
-                          buffer.dtype,
-                          shard,
-                          buffer.scale,
-                          buffer.accumulate});
-      continue;
+  queue(label, *buffers.front().partial.device, back_end, [&] {
+    for (const ReduceBuffer& buffer : buffers) {
+      const int64_t shard = buffer.numel / members.size();
+      const at::Tensor partial = device::view(buffer.partial, buffer.dtype, buffer.numel);
+      if (buffer.dtype == Dtype::kFp32) {
+        back_end.reduce_scatter(device::view(buffer.scratch, buffer.dtype, shard), partial);
+        const void* const sum = buffer.scratch.data;
+        device::sum_chunks({buffer.result,
+                            buffer.result_dtype,
+                            {&sum, 1},
+                            buffer.dtype,
+                            shard,
+                            buffer.scale,
+                            buffer.accumulate});
+        continue;
+      }
+      back_end.all_to_all(device::view(buffer.scratch, buffer.dtype, buffer.numel), partial);
+      const int64_t bytes = shard_bytes(members, buffer);
+      sources_.clear();
+      for (int i = 0; i < members.size(); ++i)
+        sources_.push_back((buffer.scratch + i * bytes).data);
+      device::sum_chunks({buffer.result, buffer.result_dtype, sources_, buffer.dtype, shard,
+                          buffer.scale, buffer.accumulate});
     }
-    back_end.all_to_all(device::view(buffer.scratch, buffer.dtype, buffer.numel), partial);
-    const int64_t bytes = shard_bytes(members, buffer);
-    sources_.clear();
-    for (int i = 0; i < members.size(); ++i) sources_.push_back((buffer.scratch + i * bytes).data);
-    device::sum_chunks({buffer.result, buffer.result_dtype, sources_, buffer.dtype, shard,
-                        buffer.scale, buffer.accumulate});
-  }
+  });
 }
 
 // Exchanges the pieces that were added to sends_. `received` is the place for the packed pieces;

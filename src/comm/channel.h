@@ -174,8 +174,6 @@ class Channel {
              const std::function<void()>& collective);
   void reduce_on_device(const Label& label, const Members& members,
                         const std::vector<ReduceBuffer>& buffers, DeviceCollectives& back_end);
-  void sum_on_device(const Members& members, const std::vector<ReduceBuffer>& buffers,
-                     DeviceCollectives& back_end);
 
   Group& group_;
   const Label name_;

@@ -51,8 +51,8 @@ HWY_INLINE uint32_t largest_bits(const float* values, int64_t count) {
   return hn::GetLane(hn::MaxOfLanes(du, most));
 }
 
-// Returns numbers in [0, 1), a function of the keys and of the indices from `first` on. They have 16
-// bits, so that a whole number of levels plus such a number is exact in fp32.
+// Returns numbers in [0, 1), a function of the keys and of the indices from `first` on. They have
+// 16 bits, so that a whole number of levels plus such a number is exact in fp32.
 HWY_INLINE hn::Vec<F32> random_numbers(uint32_t first, const Keys& keys) {
   const F32 d;
   const U32 du;
@@ -65,14 +65,14 @@ HWY_INLINE hn::Vec<F32> random_numbers(uint32_t first, const Keys& keys) {
 }
 
 template <bool kStochastic>
-HWY_INLINE void round_block(const float* values, int64_t count, float inverse, int levels,
-                            const Keys& keys, uint32_t first, int8_t* rounded) {
+HWY_INLINE void round_block(const float* values, const Wire& wire, float inverse, const Keys& keys,
+                            uint32_t first, int8_t* rounded) {
   const F32 d;
   const I32 di;
   const auto factor = hn::Set(d, inverse);
-  const auto most = hn::Set(di, levels), least = hn::Set(di, -levels);
+  const auto most = hn::Set(di, wire.levels()), least = hn::Set(di, -wire.levels());
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t i = 0; i < count; i += lanes) {
+  for (int64_t i = 0; i < wire.block; i += lanes) {
     const auto scaled = hn::Mul(hn::Load(d, values + i), factor);
     auto q = hn::Zero(di);
     if constexpr (kStochastic) {
@@ -116,16 +116,16 @@ void encode_blocks(const float* values, int64_t count, const Wire& wire, const K
                    uint32_t first, Encoded to) {
   HWY_ALIGN int8_t rounded[kMostBlock + 64];
   HWY_ALIGN uint8_t packed[kMostBlock / 2 + 64];
-  const int block = wire.block, levels = wire.levels();
+  const int block = wire.block;
   for (int64_t at = 0; at < count; at += block) {
     const int64_t here = std::min<int64_t>(block, count - at);
-    const Scale scale = scale_of(largest_bits(values + at, block), levels);
+    const Scale scale = scale_of(largest_bits(values + at, block), wire.levels());
     to.scales[at / block] = scale.step;
     const uint32_t index = first + static_cast<uint32_t>(at);
     if (wire.rounding == Rounding::kStochastic) {
-      round_block<true>(values + at, block, scale.inverse, levels, keys, index, rounded);
+      round_block<true>(values + at, wire, scale.inverse, keys, index, rounded);
     } else {
-      round_block<false>(values + at, block, scale.inverse, levels, keys, index, rounded);
+      round_block<false>(values + at, wire, scale.inverse, keys, index, rounded);
     }
     if (wire.code == Code::kInt8) {
       std::memcpy(to.values + at, rounded, static_cast<size_t>(here));

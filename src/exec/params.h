@@ -19,7 +19,7 @@ class Params {
   void run(const PlannedStep& planned);  // runs a parameter move of the plan
   // Moves the unit's parameters, off plan, from their current placement to the placement of
   // `phase`.
-  void move_to(int unit, Phase phase) { move_to(unit, phase, rank_.table.wires(Role::kParam)); }
+  void move_to(int unit, Phase phase) { move_to(unit, phase, rank_.table.wires.param); }
   // Makes the unit's parameters whole: starts the move if it has not started, waits for it, and
   // sets the windows.
   void require(int unit);

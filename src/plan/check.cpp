@@ -127,7 +127,7 @@ class Checker {
   // wire: transfers of one value must agree, and sums must not lose what they round.
   void wires() const {
     const auto rounds = [&](Role role, Rounding rounding) {
-      const Wires& wires = table_.wires(role);
+      const Wires& wires = role == Role::kGrad ? table_.wires.grad : table_.wires.param;
       return std::any_of(wires.axes.begin(), wires.axes.end(), [&](const Wire& wire) {
         return wire.lossy() && wire.rounding == rounding;
       });
@@ -142,7 +142,7 @@ class Checker {
                   "forward and backward must compute with the same parameters: write "
                   "nearest");
     }
-    if (table_.wires(Role::kParam).lossy() && !table_.moves_params() && mesh_.data() > 1) {
+    if (table_.wires.param.lossy() && !table_.moves_params() && mesh_.data() > 1) {
       refuse_wire(Role::kParam,
                   concat("no parameter travels to a forward or a backward while "
                          "table.param.rest is \"",
@@ -152,7 +152,7 @@ class Checker {
 
   [[noreturn]] void refuse_wire(Role role, const std::string& why) const {
     throw ConfigError(concat("[plan::check] table.wire.", role_name(role), " is \"",
-                             wires_text(written_, role), "\": wire: ", why));
+                             written_.wires.text(role), "\": wire: ", why));
   }
 
   // own optimizer: the engine cannot move state that it does not know.

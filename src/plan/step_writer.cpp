@@ -17,7 +17,7 @@ bool StepWriter::trains(int unit) const {
 // Writes nothing if the two placements are equal.
 void StepWriter::move(int unit, Role role, const Placement& from, const Placement& to,
                       Chunk chunk) {
-  std::vector<Move> moves = hops(from, to, role == Role::kGrad ? table_.wires(role) : Wires());
+  std::vector<Move> moves = hops(from, to, role == Role::kGrad ? table_.wires.grad : Wires());
   if (moves.empty()) return;
   put({.op = Op::kMove,
        .units = {unit},
@@ -42,7 +42,7 @@ void StepWriter::settle_param(int unit, Phase phase) {
     book.drop();
     return;
   }
-  std::vector<Move> moves = book.way_to(want, table_.wires(Role::kParam));
+  std::vector<Move> moves = book.way_to(want, table_.wires.param);
   book.move(moves);
   put({.op = Op::kMove, .units = {unit}, .role = Role::kParam, .moves = std::move(moves)});
 }

@@ -40,8 +40,8 @@ namespace {
 // Links between nodes are slow, so only they are encoded; ranks of one node encode all exchanges.
 void set_int8(const Mesh& mesh, Table& table) {
   const char* const wires = mesh.size(Axis::kNode) > 1 ? "node:int8/128" : "int8/128";
-  set_wires(table, Role::kGrad, wires);
-  if (table.moves_params()) set_wires(table, Role::kParam, wires);
+  table.wires.set(Role::kGrad, wires);
+  if (table.moves_params()) table.wires.set(Role::kParam, wires);
 }
 
 }  // namespace
@@ -63,9 +63,9 @@ Table table_of(const Config& config, const ModelDesc& model) {
   // The config's own cells replace cells of the preset.
   for (const auto& [role_text, phases] : config.table) {
     for (const auto& [phase_text, place] : phases) {
-      if (role_text == kWire) {
+      if (role_text == kWireRow) {
         const bool param = phase_text == role_name(Role::kParam);
-        set_wires(table, param ? Role::kParam : Role::kGrad, place);
+        table.wires.set(param ? Role::kParam : Role::kGrad, place);
         continue;
       }
       for (int r = 0; r < kNumRoles; ++r) {
@@ -89,8 +89,8 @@ bool can_rest_away(const std::string& strategy) {
 
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer) {
   if (strategy != config.strategy) {  // its cells are meant for another preset
-    std::erase_if(config.table, [](const auto& row) { return row.first != kWire; });
-    if (!can_rest_away(strategy)) config.table[kWire].erase(role_name(Role::kParam));
+    std::erase_if(config.table, [](const auto& row) { return row.first != kWireRow; });
+    if (!can_rest_away(strategy)) config.table[kWireRow].erase(role_name(Role::kParam));
   }
   config.strategy = strategy;
   config.offload.optimizer = optimizer;
@@ -163,7 +163,7 @@ void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config) {
   if (config->comm.reduce_dtype != "auto") return;
   const Mesh mesh = mesh_of(*config);
   const Table table = table_of(*config, model).on(mesh);
-  const bool wide = rings && !table.wires(Role::kGrad).lossy() && ring_sends_less(mesh, table);
+  const bool wide = rings && !table.wires.grad.lossy() && ring_sends_less(mesh, table);
   config->comm.reduce_dtype = wide ? "fp32" : "gradient";
 }
 

@@ -24,8 +24,6 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   return kUsed;
 }
 
-constexpr std::array kWiredRoles = {Role::kParam, Role::kGrad};
-
 Rounding usual_rounding(Role role) {
   return role == Role::kGrad ? Rounding::kStochastic : Rounding::kNearest;
 }
@@ -56,7 +54,7 @@ Table Table::on(const Mesh& mesh) const {
   Table seen = *this;
   for (auto& row : seen.cells_)
     for (Placement& cell : row) cell = normalize(cell, mesh);
-  for (Wires& wires : seen.wires_) wires = wires.on(mesh);
+  seen.wires = {wires.param.on(mesh), wires.grad.on(mesh)};
   return seen;
 }
 
@@ -166,21 +164,20 @@ std::string Table::text() const {
       out += concat(" ", phase_name(phase), "=", at(role, phase).text());
     out += "\n";
   }
-  std::string wires;
-  for (const Role role : kWiredRoles) {
-    if (this->wires(role).lossy()) {
-      wires += concat(" ", role_name(role), "=", wires_text(*this, role));
-    }
+  std::string row;
+  for (const Role role : {Role::kParam, Role::kGrad}) {
+    const std::string text = wires.text(role);
+    if (text != Wire().text()) row += concat(" ", role_name(role), "=", text);
   }
-  return wires.empty() ? out : concat(out, "wire", wires, "\n");
+  return row.empty() ? out : concat(out, kWireRow, row, "\n");
 }
 
-std::string wires_text(const Table& table, Role role) {
-  return table.wires(role).text(usual_rounding(role));
+std::string RoleWires::text(Role role) const {
+  return (role == Role::kGrad ? grad : param).text(usual_rounding(role));
 }
 
-void set_wires(Table& table, Role role, const std::string& text) {
-  table.wires(role) = Wires::parse(text, usual_rounding(role));
+void RoleWires::set(Role role, const std::string& text) {
+  (role == Role::kGrad ? grad : param) = Wires::parse(text, usual_rounding(role));
 }
 
 Table Table::parse(const std::string& text) {
@@ -205,10 +202,10 @@ Table Table::parse(const std::string& text) {
       given.erase(found);
     }
   }
-  for (const Role role : kWiredRoles) {
-    const auto found = given.find(concat("wire.", role_name(role)));
+  for (const Role role : {Role::kParam, Role::kGrad}) {
+    const auto found = given.find(concat(kWireRow, ".", role_name(role)));
     if (found == given.end()) continue;
-    set_wires(table, role, found->second);
+    table.wires.set(role, found->second);
     given.erase(found);
   }
   if (!given.empty())

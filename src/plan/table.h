@@ -16,16 +16,30 @@ inline constexpr int kNumPhases = 5;
 const char* role_name(Role role);     // "param" "grad" "optim" "act"
 const char* phase_name(Phase phase);  // "rest" "forward" "hold" "backward" "update"
 
+// The row of a table that has the wires of roles; its other rows are roles with placements.
+inline constexpr const char* kWireRow = "wire";
+
+// How parameters travel to a forward or backward, and how gradients travel to their sums ([Note:
+// Wires]). All other moves have the plain wire.
+struct RoleWires {
+  Wires param{}, grad{};
+
+  // Text such as "int8/128", for the role kParam or kGrad. Without a rounding, gradients are
+  // rounded without a bias, and parameters are rounded alike by every transfer. set() throws
+  // ConfigError.
+  std::string text(Role role) const;
+  void set(Role role, const std::string& text);
+  bool operator==(const RoleWires&) const = default;
+};
+
 class Table {
  public:
+  RoleWires wires{};
+
   // param: rest, forward, hold, backward; grad: backward, hold, update; optim: rest, update; act:
   // forward, hold, backward.
   const Placement& at(Role role, Phase phase) const;
   void set(Role role, Phase phase, const Placement& place);
-  // How parameters travel to a forward or backward, and gradients to their sums ([Note: Wires]).
-  // Every other move has the plain wire.
-  const Wires& wires(Role role) const { return wires_[static_cast<size_t>(role)]; }
-  Wires& wires(Role role) { return wires_[static_cast<size_t>(role)]; }
   // Returns the table with every cell normalized for this mesh (normalize()).
   Table on(const Mesh& mesh) const;
   // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
@@ -73,15 +87,7 @@ class Table {
 
  private:
   std::array<std::array<Placement, kNumPhases>, kNumRoles> cells_{};
-  std::array<Wires, kNumRoles> wires_{};
 };
-
-// The row of a config's table with the wires of roles; its other rows are roles with placements.
-inline constexpr const char* kWire = "wire";
-// The wires of a role as text, for example "int8/128". Without a rounding, gradients are rounded
-// without a bias, and parameters alike in every transfer. set_wires() throws ConfigError.
-std::string wires_text(const Table& table, Role role);
-void set_wires(Table& table, Role role, const std::string& text);
 
 // What an executor reads of a table, computed once.
 struct Cells {

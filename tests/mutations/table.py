@@ -9,6 +9,7 @@ from pipeline import OVER_STAGES
 from planted import Mutation, Program, Pytest, draw, gtest, ranks
 from saves import OF_CHECKPOINTS
 from tensor import OVER_TENSOR_RANKS
+from wires import OVER_WIRES
 
 CHUNKS = ranks("*Chunks*")
 GRAD_DISK = ranks("*_grad_disk")
@@ -567,4 +568,4 @@ MUTATIONS = [
     ),
 ]
 MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE + OVER_TENSOR_RANKS + OVER_STAGES
-MUTATIONS += OF_A_RUN
+MUTATIONS += OF_A_RUN + OVER_WIRES

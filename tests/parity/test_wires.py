@@ -337,7 +337,7 @@ def text_of_error(settings: dict[str, Any], how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("gathered", 'unit "blocks.1" computes at the moment, with values that a lossy wire'),
+        ("gathered", 'unit "blocks.1" has values that a lossy wire has rounded'),
         ("reads", ""),
         ("edits", "blocks.1.weight"),
     ],

@@ -432,8 +432,9 @@ namespace {
 [[noreturn]] void refuse_coded(const std::string& unit) {
   throw RuntimeFault(concat(
       "[engine::gathered] unit \"", unit,
-      "\" computes at the moment, with values that a lossy wire has rounded (comm.codec or "
-      "table.wire.param). Call gathered(write=True) before its forward or after its backward"));
+      "\" has values that a lossy wire has rounded for the forward or backward in progress "
+      "(comm.codec or table.wire.param). Call gathered(write=True) before the forward or after the "
+      "backward"));
 }
 
 }  // namespace
@@ -449,7 +450,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
   try {
     for (const int unit : units) {
       if (!executor.params().whole(unit)) brought.push_back(unit);
-      const bool in_use = executor.params().coded(unit) && state_->driver->computes(unit);
+      const bool in_use = executor.params().coded(unit) && state_->driver->section().has_value();
       if (in_use && write) refuse_coded(executor.units()[unit].name);
       if (in_use) {
         executor.params().require(unit);

@@ -44,7 +44,6 @@ class Driver {
   void let_go(const std::vector<int>& units);
   int held(int unit) const { return held_[static_cast<size_t>(unit)]; }
   bool holds() const;  // returns whether any unit is held
-  bool computes(int unit) const { return active_[static_cast<size_t>(unit)] > 0; }
   // Runs the remaining lines of the section, in plan order.
   void finish();
   // Returns, by unit, whether a gradient of the last backward came on this rank after its move had

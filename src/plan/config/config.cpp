@@ -55,14 +55,14 @@ std::string parse_placement(const std::string& path, const std::string& text) {
 }
 
 std::string parse_wires(const std::string& path, const std::string& role, const std::string& text) {
-  Table table;
+  RoleWires wires;
   const Role wired = role == role_name(Role::kGrad) ? Role::kGrad : Role::kParam;
   try {
-    set_wires(table, wired, text);
+    wires.set(wired, text);
   } catch (const ConfigError& error) {
     fail(concat("\"", path, "\" is \"", text, "\": ", error.what()));
   }
-  return wires_text(table, wired);
+  return wires.text(wired);
 }
 
 // Every cell must be one that Table has; the planner reads the cells by these names (table_of()).
@@ -71,11 +71,11 @@ void parse_table(const Json& value, Config* config) {
       {"param", {"rest", "forward", "hold", "backward"}},
       {"grad", {"backward", "hold", "update"}},
       {"optim", {"rest", "update"}},
-      {kWire, {"param", "grad"}}};
+      {kWireRow, {"param", "grad"}}};
   if (value.is_object() && value.contains("act"))
     fail_unsupported("table.act", value["act"],
                      "activations are placed by the key \"offload.activations\"");
-  const ConfigSection roles(value, "table", {"param", "grad", "optim", kWire});
+  const ConfigSection roles(value, "table", {"param", "grad", "optim", kWireRow});
   for (const auto& [role, phases] : kCells) {
     const Json* row = roles.find(role);
     if (row == nullptr) continue;
@@ -84,8 +84,8 @@ void parse_table(const Json& value, Config* config) {
       std::string text;
       cells.read_text(phase, &text);
       if (!cells.has(phase)) continue;
-      config->table[role][phase] = role == kWire ? parse_wires(cells.path(phase), phase, text)
-                                                 : parse_placement(cells.path(phase), text);
+      config->table[role][phase] = role == kWireRow ? parse_wires(cells.path(phase), phase, text)
+                                                    : parse_placement(cells.path(phase), text);
     }
   }
 }
@@ -161,7 +161,7 @@ void parse_dtypes(const Json& value, Config* config) {
 // Returns whether a cell of the config's table is on the tier. A role or phase of "" matches any.
 bool has_cell(const Config& config, const char* role, const char* phase, Tier tier) {
   for (const auto& [name, phases] : config.table) {
-    if (name == kWire) continue;
+    if (name == kWireRow) continue;
     for (const auto& [at, place] : phases) {
       if ((*role == '\0' || name == role) && (*phase == '\0' || at == phase) &&
           Placement::parse(place).tier == tier) {

@@ -429,19 +429,6 @@ class Simulation : StateBytes {
     }
   }
 
-  // Returns the bytes that a rank sends to each peer of a collective. `here`: the bytes of its
-  // copy.
-  int64_t piece_bytes(const Move& move, int64_t here, Role role, int unit,
-                      const Placement& place) const {
-    const int64_t pieces = move.kind == MoveKind::kAllGather ? 1 : group_size(move);
-    if (!move.wire.lossy()) return here / pieces;
-    int64_t sum = 0;
-    for_each_flat(role, {unit}, [&](const FlatDesc& flat) {
-      sum += move.wire.encoded_bytes(flat.numel / num_shards(place, mesh_) / pieces);
-    });
-    return sum;
-  }
-
   void send_collective(const Move& move, int64_t piece, const std::string& phase) {
     const int64_t size = group_size(move);
     if (size == 1) return;

@@ -149,6 +149,19 @@ class StateBytes {
                            table_.dtype_in(way.to, flat.dtype));
   }
 
+  // Returns the bytes that a rank sends to each peer of a collective. `here`: the bytes of its
+  // copy.
+  int64_t piece_bytes(const Move& move, int64_t here, Role role, int unit,
+                      const Placement& place) const {
+    const int64_t pieces = move.kind == MoveKind::kAllGather ? 1 : group_size(move);
+    if (!move.wire.lossy()) return here / pieces;
+    int64_t sum = 0;
+    for_each_flat(role, {unit}, [&](const FlatDesc& flat) {
+      sum += move.wire.encoded_bytes(flat.numel / num_shards(place, mesh_) / pieces);
+    });
+    return sum;
+  }
+
   // Returns the memory for a flat's encoded pieces. A sum has pieces to send and received pieces.
   int64_t encoded_bytes(const Pass& pass, const FlatDesc& flat) const {
     const int64_t members = group_size(pass);

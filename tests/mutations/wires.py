@@ -1,0 +1,100 @@
+"""What lossy wires round that must stay exact, and roundings that are not those of the table."""
+
+from __future__ import annotations
+
+from planted import Mutation, Program, Pytest, gtest
+
+PASS, WALK = "src/exec/encoded_pass.cpp", "src/exec/walk.cpp"
+PARAMS, VALUES = "src/exec/params.cpp", "src/exec/gathered_values.cpp"
+CODEC = gtest("src/device/device_test", "*WireCodec*")
+RULES = Program("src/plan/plan_test")
+
+
+def wires(tests: str) -> Pytest:
+    return Pytest(("tests/parity/test_wires.py", "-k", tests))
+
+
+TRAINING = wires("trains_like and zero3-fp32")
+ARRIVE = wires("arrive and zero3-int8-fp32")
+SUMS = wires("at_most_a_step and ddp-int8")
+EXACT = wires("edits_are_exact and zero3")
+
+OVER_WIRES = [
+    Mutation(
+        "stochastic rounding rounds to nearest",
+        "src/device/wire_codec.cpp",
+        "hn::ConvertTo(di, hn::Floor(hn::Add(scaled, noise)))",
+        "hn::NearestInt(scaled)",
+        CODEC,
+    ),
+    Mutation(
+        "an infinite value is encoded as a number",
+        "src/device/wire_blocks.h",
+        "if (largest_bits >= kInfBits) return",
+        "if (largest_bits > kInfBits) return",
+        CODEC,
+    ),
+    Mutation(
+        "gradients may be rounded to nearest",
+        "src/plan/check.cpp",
+        "if (rounds(Role::kGrad, Rounding::kNearest)) {",
+        "if (false) {",
+        wires("refused and biased"),
+    ),
+    Mutation(
+        "a rank keeps its own shard as it was",
+        PASS,
+        "      device::decode(shard(part, part.full, member), part.dtype,",
+        "      if (member != members_.index)\n"
+        "      device::decode(shard(part, part.full, member), part.dtype,",
+        ARRIVE,
+    ),
+    Mutation(
+        "the squares are those of the sum before it travelled on",
+        PASS,
+        "  if (everywhere_) {\n",
+        "  for (const Part& part : parts_) {\n"
+        "    if (part.sum.squares == nullptr) continue;\n"
+        "    *part.sum.squares = device::host::sum_squares(part.sum.result.host(),\n"
+        "                                                  part.sum.result_dtype, part.numel);\n"
+        "  }\n"
+        "  for (Part& part : parts_) part.sum.squares = nullptr;\n"
+        "  if (everywhere_) {\n",
+        SUMS,
+    ),
+    Mutation(
+        "every addend of a step is rounded by the same random numbers in a resumed run only",
+        "src/comm/channel.h",
+        "    step_ = step;\n    draws_ = 0;\n",
+        "    step_ = step;\n",
+        wires("loads_under_any_wire"),
+    ),
+    Mutation(
+        "gathered() has the rounded values",
+        PARAMS,
+        "  if (coded(index)) drop(index);\n  move_to(index, Phase::kForward, {});",
+        "  move_to(index, Phase::kForward);",
+        EXACT,
+    ),
+    Mutation(
+        "rounded values are taken for edits",
+        PARAMS,
+        "if (move.wire.lossy()) unit.codings.push_back(move.wire);",
+        "",
+        TRAINING,
+    ),
+    Mutation(
+        "the scale of a sum is forgotten",
+        PASS,
+        "part.numel, to.scale,",
+        "part.numel, 1.0F,",
+        SUMS,
+    ),
+    Mutation(
+        "an exchange between nodes is encoded inside them as well",
+        "src/place/wire.cpp",
+        "if (mesh.size(Axis::kLocal) == 1) seen.on(Axis::kLocal) = on(Axis::kNode);",
+        "seen.on(Axis::kLocal) = on(Axis::kNode);",
+        gtest("src/place/place_test", "WireTest.*"),
+    ),
+]
