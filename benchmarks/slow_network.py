@@ -38,7 +38,7 @@ import penstock
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 from gpt import GPT, Block, GPTConfig  # noqa: E402
 
-LR, PORT, BRIDGE = 6e-4, 29431, "pst-slow"
+LR, PORT, BRIDGE = 1e-4, 29431, "pst-slow"
 # Strategy, and its wires.
 OURS: dict[str, tuple[str, dict[str, str]]] = {
     "ddp": ("ddp", {}),
@@ -66,6 +66,7 @@ def parse_options() -> argparse.Namespace:
     add("--layers", type=int, default=12)
     add("--context", type=int, default=128)
     add("--batch", type=int, default=1, help="sequences of a rank")
+    add("--precision", default="fp32", choices=("fp32", "bf16"), help="bf16 may be slow on CPUs")
     add("--rounds", type=int, default=3)
     add("--steps", type=int, default=2, help="timed steps per trainer and round")
     add("--trainers", nargs="+", default=["ddp", "ddp g int8", "zero1", "DDP fp16"])
@@ -93,11 +94,12 @@ def penstock_step(options: argparse.Namespace, strategy: str, wires: dict[str, s
         make_model(options),
         {
             "strategy": strategy,
-            "precision": "bf16",
+            "precision": options.precision,
             "optimizer": {"type": "AdamW", "lr": LR},
             "clip": 1.0,
             "mesh": {"node": options.nodes},
             "units": {"modules": [Block.__name__]},
+            "comm": {"backend": "gloo"},  # namespaces share their memory
             "table": {"wire": wires} if wires else {},
         },
     )
@@ -106,13 +108,13 @@ def penstock_step(options: argparse.Namespace, strategy: str, wires: dict[str, s
         loss = engine(tokens[:, :-1], tokens[:, 1:])
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return loss.item()
 
     return step
 
 
 def ddp_step(options: argparse.Namespace, name: str) -> Step:
-    """fp32 weights, bf16 by autocast."""
+    """fp32 weights; bf16 by autocast."""
     ddp = DistributedDataParallel(make_model(options))
     if name == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
@@ -122,7 +124,7 @@ def ddp_step(options: argparse.Namespace, name: str) -> Step:
     adam = torch.optim.AdamW(ddp.parameters(), lr=LR, fused=True)
 
     def step(tokens: torch.Tensor) -> float:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
             loss = ddp(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)

@@ -59,6 +59,36 @@ def test_a_folder_that_cannot_be_made_is_an_error(built_in_init, drop_in_pools, 
         assert "this folder cannot be made: Not a directory" in failed.text
 
 
+def quantized(stage: int) -> tuple[float, str, list[bool]]:
+    """The loss after two steps, the engine's explanation, and what the methods return."""
+    ds = pipes.deepspeed()
+    keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    config = CONFIG | {"zero_optimization": {"stage": stage, **keys}}
+    engine = ds.initialize(model=model, config=config)[0]
+    for step in range(2):
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(step))
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+    text = engine.native.explain()
+    said = [engine.zero_quantized_weights(), engine.zero_quantized_gradients()]
+    engine.destroy()
+    return float(loss), text, said
+
+
+def test_quantized_exchanges_round_at_stage_3_only(drop_in_pools):
+    wires = ("all_gather(data:int8/128)", "reduce_scatter(data:int8/128/stochastic)")
+    exact, text, said = drop_in_pools(2).run(quantized, 2)[0]
+    assert not any(wire in text for wire in wires)
+    rounded, text, _ = drop_in_pools(2).run(quantized, 3)[0]
+    assert all(wire in text for wire in wires)
+    assert said == [True, True]
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.05)
+
+
 def loss_of_pipeline(section: dict[str, Any]) -> float:
     ds = pipes.deepspeed()
     model = pipes.built("modules", num_stages=2, activation_checkpoint_interval=1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+import zoo
 from torch import nn
 from training import Case
 
@@ -236,9 +237,11 @@ TRAININGS = [
     Case("zero3", "bf16", world=4, recompute="nonreentrant"),
     Case("zero3", "fp16"),
     Case("zero3", clip=True, world=3),
+    Case("zero3", world=4, model="parts", tensor=2),
     Case("hpz", world=4),
     Case("mics", "bf16", world=4, accumulate=2),
     Case("hpz_host", world=4),
+    *(Case(strategy, model=name) for name in zoo.EVERYWHERE for strategy in ("ddp", "zero3")),
 ]
 
 
@@ -246,15 +249,15 @@ TRAININGS = [
 def test_int8_trains_like_plain_torch(case, pools):
     """Twice the same bits, ranks with equal weights, and losses near those of exact exchanges."""
     comm = case.config()["comm"] | {"codec": "int8"}
-    plain = training.reference(
-        case.model, case.samples, training.CLIP[case.model] if case.clip else 0.0,
-        case.precision, case.world if case.precision != "fp32" else 1,
-    )  # fmt: skip
+    plain = training.reference(*compare.references(case, case.precision))
     first, again = (pools(case.world).run(trained, {"comm": comm}, case) for _ in range(2))
     for one, two in zip(first, again, strict=True):
         assert one[1] == two[1] == first[0][1]
         assert one[0].losses == two[0].losses
-    losses = [sum(run.losses[i] for run, _ in first) / len(first) for i in range(training.STEPS)]
+        assert one[0].norms == first[0][0].norms
+    losses = [
+        sum(by_rank) / len(first) for by_rank in zip(*(run.losses for run, _ in first), strict=True)
+    ]
     assert losses != plain.losses
     assert compare.rms(losses, plain.losses) < 0.02
     deviation = compare.change_deviation(

@@ -1,0 +1,33 @@
+// The C functions that wire_codec.py measures.
+#include <cstdint>
+#include <vector>
+
+#include "penstock/export.h"
+#include "src/device/wire_codec.h"
+
+extern "C" {
+
+// `wire`: text such as "int8/128/stochastic". Returns the bytes of the encoded form.
+PENSTOCK_API int64_t penstock_bench_encoded_bytes(int64_t numel, const char* wire) {
+  return penstock::Wire::parse(wire).encoded_bytes(numel);
+}
+
+PENSTOCK_API void penstock_bench_encode(void* to, void* from, int bf16, int64_t numel,
+                                        const char* wire) {
+  const auto dtype = bf16 != 0 ? penstock::Dtype::kBf16 : penstock::Dtype::kFp32;
+  penstock::device::encode(to, from, dtype, numel, penstock::Wire::parse(wire), {1, 0});
+}
+
+// Sums `count` encoded pieces that lie one after another.
+PENSTOCK_API void penstock_bench_decode(void* to, void* from, int bf16, int64_t numel, int count,
+                                        const char* wire) {
+  const auto dtype = bf16 != 0 ? penstock::Dtype::kBf16 : penstock::Dtype::kFp32;
+  const penstock::Wire parsed = penstock::Wire::parse(wire);
+  std::vector<const void*> sources;
+  for (int i = 0; i < count; ++i) {
+    sources.push_back(static_cast<char*>(from) + i * parsed.encoded_bytes(numel));
+  }
+  penstock::device::decode_sum({to, dtype, sources, penstock::Dtype::kFp32, numel, 0.5F}, parsed);
+}
+
+}  // extern "C"
