@@ -163,12 +163,6 @@ uint32_t Channel::begin(const Label& label) {
   return static_cast<uint32_t>(mix(hash, sizes_) % kLifelineTag);
 }
 
-uint64_t Channel::draw(const Label& label) {
-  uint64_t key = mix(mix(label.hash, name_.hash), static_cast<uint64_t>(group_.rank()));
-  key = mix(mix(key, static_cast<uint64_t>(step_)), draws_++);
-  return key;
-}
-
 // Exchanges all pieces that were added since the last exchange.
 void Channel::exchange(const Label& label) {
   meet(label, [&](uint32_t tag) { exchange(tag); });

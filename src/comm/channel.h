@@ -104,14 +104,8 @@ class Channel {
   // collectives. Collectives through the host need no history: their tags are compared one by one.
   uint64_t history() const { return history_; }
 
-  // The step is used in tags, error texts and draw().
-  void set_step(int64_t step) {
-    step_ = step;
-    draws_ = 0;
-  }
-  // Returns a new random key: a function of this rank, the channel, the step, the label, and the
-  // number of draws in this step.
-  uint64_t draw(const Label& label);
+  void set_step(int64_t step) { step_ = step; }  // used in tags and error texts
+  int64_t step() const { return step_; }
   // Call after the group's renew(), because before it the ranks may have made different numbers of
   // collectives.
   void renew() { step_ = sequence_ = 0; }
@@ -180,7 +174,6 @@ class Channel {
   const int lane_;                     // index on the group's board
   std::atomic<int64_t> sequence_ = 0;  // sequence number of the next exchange
   int64_t step_ = 0;
-  uint64_t draws_ = 0;  // in this step
   // State of the current collective. It is kept in data members so that its memory is reused.
   struct PeerBytes {
     int peer = 0;

@@ -45,18 +45,18 @@ HWY_INLINE uint32_t largest_bits(const float* values, int64_t count) {
   const U32 du;
   auto most = hn::Zero(du);
   for (int64_t i = 0; i < count; i += static_cast<int64_t>(hn::Lanes(d))) {
-    const auto bits = hn::BitCast(du, hn::Load(d, values + i));
+    const auto bits = hn::BitCast(du, hn::LoadU(d, values + i));
     most = hn::Max(most, hn::And(bits, hn::Set(du, 0x7FFFFFFFU)));
   }
   return hn::GetLane(hn::MaxOfLanes(du, most));
 }
 
-// Returns numbers in [0, 1), a function of the keys and of the indices from `first` on. They have
-// 16 bits, so that a whole number of levels plus such a number is exact in fp32.
-HWY_INLINE hn::Vec<F32> random_numbers(uint32_t first, const Keys& keys) {
+// Returns numbers in [0, 1), a function of the keys and the indices. They have 16 bits, so that a
+// whole number of levels plus such a number is exact in fp32.
+HWY_INLINE hn::Vec<F32> random_numbers(hn::Vec<U32> indices, const Keys& keys) {
   const F32 d;
   const U32 du;
-  auto x = hn::Xor(hn::Iota(du, first), hn::Set(du, keys.low));
+  auto x = hn::Xor(indices, hn::Set(du, keys.low));
   x = hn::Add(hn::Mul(x, hn::Set(du, 0x9E3779B9U)), hn::Set(du, keys.high));
   x = hn::Mul(hn::Xor(x, hn::ShiftRight<16>(x)), hn::Set(du, 0x85EBCA6BU));
   x = hn::Mul(hn::Xor(x, hn::ShiftRight<13>(x)), hn::Set(du, 0xC2B2AE35U));
@@ -72,11 +72,14 @@ HWY_INLINE void round_block(const float* values, const Wire& wire, float inverse
   const auto factor = hn::Set(d, inverse);
   const auto most = hn::Set(di, wire.levels()), least = hn::Set(di, -wire.levels());
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const U32 du;
+  const auto from_zero = hn::Iota(du, 0);  // slow, so not in the loop
   for (int64_t i = 0; i < wire.block; i += lanes) {
-    const auto scaled = hn::Mul(hn::Load(d, values + i), factor);
+    const auto scaled = hn::Mul(hn::LoadU(d, values + i), factor);
     auto q = hn::Zero(di);
     if constexpr (kStochastic) {
-      const auto noise = random_numbers(first + static_cast<uint32_t>(i), keys);
+      const auto indices = hn::Add(from_zero, hn::Set(du, first + static_cast<uint32_t>(i)));
+      const auto noise = random_numbers(indices, keys);
       q = hn::ConvertTo(di, hn::Floor(hn::Add(scaled, noise)));
     } else {
       q = hn::NearestInt(scaled);
@@ -176,7 +179,7 @@ HWY_EXPORT(encode_blocks);
 HWY_EXPORT(add_decoded);
 
 constexpr int64_t kTile = 2048;  // values that stay in the first-level cache, a multiple of blocks
-constexpr int64_t kPiece = int64_t{1} << 22;  // values per round on a device, which bounds memory
+constexpr int64_t kPiece = int64_t{1} << 20;  // values per round on a device, which bounds memory
 
 Keys keys_of(const Noise& noise) {
   return {static_cast<uint32_t>(noise.key), static_cast<uint32_t>(noise.key >> 32)};
@@ -195,10 +198,15 @@ void encode_on_host(char* to, const char* from, Dtype dtype, int64_t numel, cons
   const Encoded all = Encoded::of(to, numel, wire);
   for_each_tile(numel, [&](int64_t at, int64_t count) {
     alignas(64) float tile[kTile];
-    host::take(tile, Dtype::kFp32, from + at * dtype_bytes(dtype), dtype, count, false);
-    std::fill(tile + count, tile + (count + wire.block - 1) / wire.block * wire.block, 0.0F);
+    const char* const source = from + at * dtype_bytes(dtype);
+    const auto* values = reinterpret_cast<const float*>(source);
+    if (dtype != Dtype::kFp32 || count % wire.block != 0) {
+      host::take(tile, Dtype::kFp32, source, dtype, count, false);
+      std::fill(tile + count, tile + (count + wire.block - 1) / wire.block * wire.block, 0.0F);
+      values = tile;
+    }
     HWY_DYNAMIC_DISPATCH(encode_blocks)
-    (tile, count, wire, keys_of(noise), static_cast<uint32_t>(noise.first + at),
+    (values, count, wire, keys_of(noise), static_cast<uint32_t>(noise.first + at),
      all.from(at, wire));
   });
   const int64_t end = wire.scale_bytes(numel) + wire.value_bytes(numel);

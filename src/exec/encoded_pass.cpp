@@ -1,5 +1,7 @@
 #include "src/exec/encoded_pass.h"
 
+#include "src/base/text.h"
+
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 
@@ -9,8 +11,6 @@ using device::Address;
 
 void EncodedPass::add(Part part) {
   part.offset = piece_;
-  part.first = numel_;
-  numel_ += part.numel;
   piece_ += wire_.encoded_bytes(part.numel);
   parts_.push_back(part);
 }
@@ -19,13 +19,14 @@ void EncodedPass::add_gather(Address own, Address full, Dtype dtype, int64_t num
   add({.own = own, .full = full, .dtype = dtype, .numel = numel});
 }
 
-void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere) {
+void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise) {
   sums_ = true;
   everywhere_ = everywhere;
   Part part{.full = buffer.partial,
             .sum = buffer,
             .dtype = buffer.dtype,
-            .numel = buffer.numel / members_.size()};
+            .numel = buffer.numel / members_.size(),
+            .noise = noise};
   if (everywhere) {  // the sum is made in place of this rank's own addends
     part.sum.result = shard(part, buffer.partial, members_.index);
     part.sum.result_dtype = buffer.dtype;
@@ -36,6 +37,13 @@ void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere) {
 
 // A sum has the pieces that are sent and the pieces that are received.
 int64_t EncodedPass::room_bytes() const { return piece_ * members_.size() * (sums_ ? 2 : 1); }
+
+// ([Note: Noise])
+uint64_t EncodedPass::key(const Part& part, int64_t step) const {
+  const uint64_t facts[] = {part.noise, static_cast<uint64_t>(step), number_,
+                            static_cast<uint64_t>(members_.index)};
+  return hash_text({reinterpret_cast<const char*>(facts), sizeof(facts)});
+}
 
 Address EncodedPass::shard(const Part& part, Address full, int member) const {
   return full + member * part.numel * dtype_bytes(part.dtype);
@@ -48,10 +56,9 @@ void EncodedPass::run(comm::Channel& channel, const comm::Label& label, Address 
 
 // This rank's own shard is decoded as well, so that all members have equal values.
 void EncodedPass::gather(comm::Channel& channel, const comm::Label& label, Address room) {
-  const uint64_t key = channel.draw(label);
   for (const Part& part : parts_) {
     device::encode(room + members_.index * piece_ + part.offset, part.own, part.dtype, part.numel,
-                   wire_, {key, part.first});
+                   wire_, {key(part, channel.step()), 0});
   }
   channel.all_gather(label, members_, {{room, piece_}});
   for (int member = 0; member < members_.size(); ++member) {
@@ -64,12 +71,11 @@ void EncodedPass::gather(comm::Channel& channel, const comm::Label& label, Addre
 
 void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address room) {
   const Address received = room + members_.size() * piece_;
-  const uint64_t key = channel.draw(label);
   for (int member = 0; member < members_.size(); ++member) {
     const Address piece = room + member * piece_;
     for (const Part& part : parts_) {
       device::encode(piece + part.offset, shard(part, part.full, member), part.dtype, part.numel,
-                     wire_, {key, member * numel_ + part.first});
+                     wire_, {key(part, channel.step()), member * part.numel});
     }
   }
   device::copy(received + members_.index * piece_, room + members_.index * piece_, piece_);
@@ -85,9 +91,13 @@ void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address 
         wire_);
   }
   if (everywhere_) {
-    EncodedPass sums(wire_, members_);
+    EncodedPass sums(wire_, members_, ~number_);
     for (const Part& part : parts_) {
-      sums.add_gather(part.sum.result, part.full, part.dtype, part.numel);
+      sums.add({.own = part.sum.result,
+                .full = part.full,
+                .dtype = part.dtype,
+                .numel = part.numel,
+                .noise = part.noise});
     }
     sums.gather(channel, label, room);
   }

@@ -1,6 +1,11 @@
 #pragma once
 // EncodedPass: one collective of a walk whose values travel by a lossy wire ([Note: Wires]). The
 // pieces of all buffers for one member are encoded one after another, so they travel together.
+//
+// [Note: Noise] The random numbers of stochastic rounding depend on the flat's name, the step, the
+// number of the backward in its window, the pass and the member's index. So they differ between
+// addends and are equal in a run that was resumed. They are also equal on ranks of other axes
+// (tensor ranks, stages), which may add up equal gradients and must get equal sums.
 #include <cstdint>
 #include <vector>
 
@@ -13,14 +18,16 @@ namespace penstock::exec {
 
 class EncodedPass {
  public:
-  // `members` must outlive the pass.
-  EncodedPass(const Wire& wire, const Members& members) : wire_(wire), members_(members) {}
+  // `members` must outlive the pass. `number`: of the pass in its walk.
+  EncodedPass(const Wire& wire, const Members& members, uint64_t number)
+      : wire_(wire), members_(members), number_(number) {}
 
   // Adds a gather of shards of `numel` values. `own` is this rank's shard; `full` receives the
   // shards of all members. `own` may be in its place in `full`.
   void add_gather(device::Address own, device::Address full, Dtype dtype, int64_t numel);
   // Adds a sum. Its scratch is not used. If `everywhere`, all shards of the sum replace `partial`.
-  void add_sum(const comm::ReduceBuffer& buffer, bool everywhere);
+  // `noise`: from the flat and the backward.
+  void add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise);
 
   // Returns the bytes that run() needs.
   int64_t room_bytes() const;
@@ -32,10 +39,11 @@ class EncodedPass {
     comm::ReduceBuffer sum{};       // of a sum
     Dtype dtype = Dtype::kFp32;
     int64_t numel = 0;   // of one shard
-    int64_t offset = 0;  // in an encoded piece, in bytes
-    int64_t first = 0;   // in an encoded piece, in values
+    int64_t offset = 0;  // in an encoded piece
+    uint64_t noise = 0;
   };
   void add(Part part);
+  uint64_t key(const Part& part, int64_t step) const;
   void gather(comm::Channel& channel, const comm::Label& label, device::Address room);
   void sum(comm::Channel& channel, const comm::Label& label, device::Address room);
   device::Address shard(const Part& part, device::Address full, int member) const;
@@ -43,8 +51,8 @@ class EncodedPass {
   const Wire wire_;
   const Members& members_;
   std::vector<Part> parts_;
-  int64_t numel_ = 0;  // values for one member
-  int64_t piece_ = 0;  // their encoded bytes
+  const uint64_t number_;
+  int64_t piece_ = 0;  // encoded bytes for one member
   bool sums_ = false, everywhere_ = false;
 };
 

@@ -37,6 +37,12 @@ void pack_into(const Buffer& sum, Flat& flat) {
   if (!into[1].empty()) at::_foreach_add_(into[1], from[1]);
 }
 
+// `number`: of the backward in its window ([Note: Noise]).
+uint64_t noise_of(const Flat& flat, int64_t number) {
+  const uint64_t seed = hash_text({reinterpret_cast<const char*>(&number), sizeof(number)});
+  return hash_text(flat.slots.front().name, seed);
+}
+
 }  // namespace
 
 void add_up(const Channels::Addends& over, device::Address addends, Dtype dtype, int64_t numel,
@@ -195,7 +201,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       const device::Address data = start.memory ? start.data() : sum->one().data();
       flat.uncount();
       walk->add({data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
-                 start.moving, &flat.squares, &flat.norm_there});
+                 start.moving, &flat.squares, &flat.norm_there, noise_of(flat, number_)});
       moved_.push_back({&flat, to, std::move(source->one().memory), start.moving});
       source->valid = false;
       std::erase_if(flat.grads, [](const Copy& c) { return !c.valid && !c.one().on_disk(); });

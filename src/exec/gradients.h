@@ -25,8 +25,10 @@ class Gradients {
 
   // Waits for the last update's writes to disk, so that backward can use their memory. These writes
   // may overlap the forward.
-  void begin_backward() {
+  // `number`: of the backward in its window.
+  void begin_backward(int64_t number) {
     ++backward_;
+    number_ = number;
     rank_.traffic.settle();
   }
   // Adds one parameter's gradient to the copy that each backward writes to. Returns false if the
@@ -103,6 +105,7 @@ class Gradients {
   Rank& rank_;
   Lanes& lanes_;
   int64_t backward_ = 0;
+  int64_t number_ = 0;  // of the backward in its window
   std::vector<Moved> moved_;
   // Freed in finish() with the sources, so that memory peaks do not vary.
   std::shared_ptr<Walk> walk_;

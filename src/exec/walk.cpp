@@ -126,7 +126,7 @@ void Walk::add_encoded(size_t index) {
   const Pass& pass = route_.passes[index];
   for (size_t t = 0; t < travels_.size(); ++t) {
     if (pass.sums()) {
-      encoded.add_sum(reduces_[index][t], pass.kind == PassKind::kAllReduce);
+      encoded.add_sum(reduces_[index][t], pass.kind == PassKind::kAllReduce, travels_[t].noise);
     } else {
       encoded.add_gather(input(t, index), stops_[t][index], dtype_before(travels_[t], index),
                          numel_at(travels_[t], pass.from));
@@ -142,7 +142,7 @@ void Walk::ready() {
   reduces_.resize(num_passes);
   encoded_room_.resize(num_passes);
   for (size_t i = 0; i < num_passes; ++i) {
-    encoded_.emplace_back(route_.passes[i].wire, *members_[i]);
+    encoded_.emplace_back(route_.passes[i].wire, *members_[i], i);
   }
   for (size_t t = 0; t < travels_.size(); ++t) lay_out(t);
   int64_t staging = 0;

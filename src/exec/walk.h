@@ -27,6 +27,7 @@ struct Travel {
   // `norm_there` as a device scalar.
   double* squares = nullptr;
   at::Tensor* norm_there = nullptr;
+  uint64_t noise = 0;  // for sums by a lossy wire ([Note: Noise])
 };
 
 class Walk {

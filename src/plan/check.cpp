@@ -124,7 +124,7 @@ class Checker {
                   "\") must have the same layout and tier"));
   }
 
-  // wire: transfers of one value must agree, and sums must not lose what they round.
+  // wire: every transfer of a parameter gives the same value, and the rounding of sums has no bias.
   void wires() const {
     const auto rounds = [&](Role role, Rounding rounding) {
       const Wires& wires = role == Role::kGrad ? table_.wires.grad : table_.wires.param;
@@ -142,11 +142,17 @@ class Checker {
                   "forward and backward must compute with the same parameters: write "
                   "nearest");
     }
-    if (table_.wires.param.lossy() && !table_.moves_params() && mesh_.data() > 1) {
+    // One wire for both axes is used on the axes over which parameters travel.
+    const Wires& wires = table_.wires.param;
+    const Placement& rest = cell(Role::kParam, Phase::kRest);
+    const bool both = wires.on(Axis::kNode) == wires.on(Axis::kLocal);
+    for (const Axis axis : kDataAxes) {
+      if (!wires.on(axis).lossy() || mesh_.size(axis) == 1) continue;
+      if (rest.on(axis) == Layout::kSharded || (both && rest.sharded())) continue;
       refuse_wire(Role::kParam,
-                  concat("no parameter travels to a forward or a backward while "
-                         "table.param.rest is \"",
-                         written_.at(Role::kParam, Phase::kRest).text(), "\": leave this key out"));
+                  concat("no parameter travels over the axis ", axis_name(axis),
+                         " while table.param.rest is \"",
+                         written_.at(Role::kParam, Phase::kRest).text(), "\": leave it out"));
     }
   }
 

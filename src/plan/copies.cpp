@@ -54,7 +54,7 @@ std::vector<Move> Copies::way_to(const Placement& wanted, const Wires& wires) co
   if (has(wanted)) return {};
   std::vector<Move> best;
   for (const Placement& place : places_) {
-    std::vector<Move> moves = hops(place, wanted, wires);
+    std::vector<Move> moves = hops(place, wanted, place == places_.back() ? wires : Wires());
     // A plan line names no source copy, so source() must find this copy again when the line runs.
     if (source(moves) != place) continue;
     if (best.empty() || moves.size() < best.size()) best = std::move(moves);

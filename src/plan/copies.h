@@ -35,7 +35,8 @@ class Copies {
   std::optional<Placement> source(const std::vector<Move>& moves) const;
   // Returns the shortest list of moves that ends at `wanted`; empty if a copy is already there. If
   // the moves from the current copy need neither a peer nor the disk, the list starts from the
-  // current copy. Throws ConfigError if there is no such list.
+  // current copy. Only moves from the authority have the given wires, so that values are rounded
+  // once. Throws ConfigError if there is no such list.
   std::vector<Move> way_to(const Placement& wanted, const Wires& wires = {}) const;
 
   // Applies the moves to the book, from source(moves) or from the given copy. Throws Bug if there

@@ -166,7 +166,7 @@ Plan sum_as_fp32(const Plan& plan, const Table& table) {
   for (Step& step : wide.steps) {
     if (!is_move(step, Role::kGrad)) continue;
     const auto sum = std::find_if(step.moves.begin(), step.moves.end(), sums);
-    if (sum == step.moves.end()) continue;
+    if (sum == step.moves.end() || sum->wire.lossy()) continue;
     // Gradients that are partial in `hold` are summed from that placement.
     Placement from = table.at(Role::kGrad, Phase::kHold);
     std::optional<Placement> to = apply_all(from, step.moves);

@@ -37,11 +37,16 @@ int data_rank(const MeshConfig& mesh, int rank) {
 
 namespace {
 
-// Links between nodes are slow, so only they are encoded; ranks of one node encode all exchanges.
+// Links between nodes are slow, so only they are encoded. On one node, all exchanges are encoded.
+// Parameters need a wire only on axes on which they are sharded at rest.
 void set_int8(const Mesh& mesh, Table& table) {
   const char* const wires = mesh.size(Axis::kNode) > 1 ? "node:int8/128" : "int8/128";
   table.wires.set(Role::kGrad, wires);
-  if (table.moves_params()) table.wires.set(Role::kParam, wires);
+  table.wires.set(Role::kParam, wires);
+  const Placement rest = table.on(mesh).at(Role::kParam, Phase::kRest);
+  for (const Axis axis : kDataAxes) {
+    if (rest.on(axis) != Layout::kSharded) table.wires.param.on(axis) = Wire();
+  }
 }
 
 }  // namespace
@@ -90,7 +95,10 @@ bool can_rest_away(const std::string& strategy) {
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer) {
   if (strategy != config.strategy) {  // its cells are meant for another preset
     std::erase_if(config.table, [](const auto& row) { return row.first != kWireRow; });
-    if (!can_rest_away(strategy)) config.table[kWireRow].erase(role_name(Role::kParam));
+    const auto wires = config.table.find(kWireRow);
+    if (wires != config.table.end() && !can_rest_away(strategy)) {
+      wires->second.erase(role_name(Role::kParam));
+    }
   }
   config.strategy = strategy;
   config.offload.optimizer = optimizer;

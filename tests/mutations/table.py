@@ -533,8 +533,8 @@ MUTATIONS = [
     Mutation(
         "views of what was sharded dangle after the end",
         "src/engine/model/restore_model.cpp",
-        "attached) {\n    flat.say_gone();\n    return flat.detach();\n",
-        "attached) {\n    return;\n",
+        "!exact) {\n    flat.say_gone();\n    return flat.detach();\n",
+        "!exact) {\n    return;\n",
         ranks("*Views*"),
     ),
     Mutation(

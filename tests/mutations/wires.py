@@ -63,11 +63,18 @@ OVER_WIRES = [
         SUMS,
     ),
     Mutation(
-        "every addend of a step is rounded by the same random numbers in a resumed run only",
-        "src/comm/channel.h",
-        "    step_ = step;\n    draws_ = 0;\n",
-        "    step_ = step;\n",
-        wires("loads_under_any_wire"),
+        "ranks that hold a gradient alike round it by numbers of their own",
+        PASS,
+        "static_cast<uint64_t>(members_.index)};",
+        "static_cast<uint64_t>(members_.ranks.front() + 7 * members_.index)};",
+        wires("trains_like and tensor2 and ddp"),
+    ),
+    Mutation(
+        "all members round by the same numbers",
+        PASS,
+        "static_cast<uint64_t>(members_.index)};",
+        "0};",
+        wires("noise_differs"),
     ),
     Mutation(
         "gathered() has the rounded values",

@@ -11,6 +11,7 @@
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
+#include "src/device/host_kernels.h"
 #include "src/engine/model/blueprint.h"
 #include "src/engine/model/memory_budget.h"
 #include "src/engine/step/unit_order.h"
@@ -100,6 +101,19 @@ void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes, c
   own_storage(param, dtype, sizes, where);
 }
 
+// A value that is not finite would make its whole block NaN on a lossy wire.
+void refuse_nonfinite(const exec::Flat& flat, const at::Tensor& values) {
+  const int64_t bad =
+      device::host::first_nonfinite(values.const_data_ptr(), Dtype::kFp32, values.numel());
+  for (const exec::Slot& slot : flat.slots) {
+    if (bad < slot.offset || bad >= slot.offset + slot.numel) continue;
+    throw ConfigError(concat("[engine::initialize] parameter \"", slot.name,
+                             "\" has a value that is not finite, which would make the values "
+                             "beside it NaN on the lossy wire of parameters (comm.codec or "
+                             "table.wire.param). Make it a buffer, or use the plain wire"));
+  }
+}
+
 }  // namespace
 
 Adoption::~Adoption() {
@@ -169,6 +183,7 @@ void Adoption::take(const ModelTree& tree, const Config& config,
     for (const exec::Part& part : executor_.units()[unit].parts()) {
       const std::string label = concat("initial u", unit, ".", part.flat->number);
       const at::Tensor values = take_values(part, label, tree, narrow[number++] == '1');
+      if (executor_.table().wires.param.lossy()) refuse_nonfinite(*part.flat, values);
       if (part.here) {
         executor_.values().adopt(*part.flat, values, label);
       } else {

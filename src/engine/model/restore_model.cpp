@@ -119,7 +119,9 @@ at::Tensor Core::State::Closing::values_of(int unit, int flat) {
 }
 
 void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tensor& values) {
-  if (!values.defined() && !state.executor->units()[unit].attached) {
+  const exec::UnitState& of_flat = state.executor->units()[unit];
+  const bool exact = of_flat.attached && of_flat.codings.empty();
+  if (!values.defined() && !exact) {
     flat.say_gone();
     return flat.detach();
   }

@@ -330,7 +330,7 @@ void Core::State::start_backward(bool in_autograd) {
     own.expected = own.waiting > 0;
   }
   open_units.clear();
-  executor->gradients().begin_backward();
+  executor->gradients().begin_backward(window->seen());
   order->begin_backward();
   if (in_autograd) {
     guard->begun = true;

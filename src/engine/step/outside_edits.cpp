@@ -193,6 +193,8 @@ std::string OutsideEdits::edited(int index, bool always) {
   for (const exec::Flat& flat : unit.flats) {
     for (const exec::Slot& slot : flat.slots) {
       if (slot.param._version() != slot.version || flat.print_differs(slot)) return slot.name;
+      // New memory is taken over later, when it is no longer known that its values are rounded.
+      if (!unit.codings.empty() && !is_window(slot.param, slot)) return slot.name;
     }
   }
   // The comparison would copy the resting shard to the device or read it from disk, so it is made
