@@ -9,7 +9,7 @@ namespace penstock::exec {
 
 using device::Address;
 
-void EncodedPass::add(Part part) {
+void EncodedPass::add(Encoding part) {
   part.offset = piece_;
   piece_ += wire_.encoded_bytes(part.numel);
   parts_.push_back(part);
@@ -22,11 +22,11 @@ void EncodedPass::add_gather(Address own, Address full, Dtype dtype, int64_t num
 void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise) {
   sums_ = true;
   everywhere_ = everywhere;
-  Part part{.full = buffer.partial,
-            .sum = buffer,
-            .dtype = buffer.dtype,
-            .numel = buffer.numel / members_.size(),
-            .noise = noise};
+  Encoding part{.full = buffer.partial,
+                .sum = buffer,
+                .dtype = buffer.dtype,
+                .numel = buffer.numel / members_.size(),
+                .noise = noise};
   if (everywhere) {  // the sum is made in place of this rank's own addends
     part.sum.result = shard(part, buffer.partial, members_.index);
     part.sum.result_dtype = buffer.dtype;
@@ -39,13 +39,13 @@ void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uin
 int64_t EncodedPass::room_bytes() const { return piece_ * members_.size() * (sums_ ? 2 : 1); }
 
 // ([Note: Noise])
-uint64_t EncodedPass::key(const Part& part, int64_t step) const {
+uint64_t EncodedPass::key(const Encoding& part, int64_t step) const {
   const uint64_t facts[] = {part.noise, static_cast<uint64_t>(step), number_,
                             static_cast<uint64_t>(members_.index)};
   return hash_text({reinterpret_cast<const char*>(facts), sizeof(facts)});
 }
 
-Address EncodedPass::shard(const Part& part, Address full, int member) const {
+Address EncodedPass::shard(const Encoding& part, Address full, int member) const {
   return full + member * part.numel * dtype_bytes(part.dtype);
 }
 
@@ -56,13 +56,13 @@ void EncodedPass::run(comm::Channel& channel, const comm::Label& label, Address 
 
 // This rank's own shard is decoded as well, so that all members have equal values.
 void EncodedPass::gather(comm::Channel& channel, const comm::Label& label, Address room) {
-  for (const Part& part : parts_) {
+  for (const Encoding& part : parts_) {
     device::encode(room + members_.index * piece_ + part.offset, part.own, part.dtype, part.numel,
                    wire_, {key(part, channel.step()), 0});
   }
   channel.all_gather(label, members_, {{room, piece_}});
   for (int member = 0; member < members_.size(); ++member) {
-    for (const Part& part : parts_) {
+    for (const Encoding& part : parts_) {
       device::decode(shard(part, part.full, member), part.dtype,
                      room + member * piece_ + part.offset, part.numel, wire_);
     }
@@ -73,7 +73,7 @@ void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address 
   const Address received = room + members_.size() * piece_;
   for (int member = 0; member < members_.size(); ++member) {
     const Address piece = room + member * piece_;
-    for (const Part& part : parts_) {
+    for (const Encoding& part : parts_) {
       device::encode(piece + part.offset, shard(part, part.full, member), part.dtype, part.numel,
                      wire_, {key(part, channel.step()), member * part.numel});
     }
@@ -81,7 +81,7 @@ void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address 
   device::copy(received + members_.index * piece_, room + members_.index * piece_, piece_);
   channel.all_to_all(label, members_, room, received, piece_);
   std::vector<const void*> sources(static_cast<size_t>(members_.size()));
-  for (const Part& part : parts_) {
+  for (const Encoding& part : parts_) {
     for (int member = 0; member < members_.size(); ++member) {
       sources[static_cast<size_t>(member)] = (received + member * piece_ + part.offset).data;
     }
@@ -92,7 +92,7 @@ void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address 
   }
   if (everywhere_) {
     EncodedPass sums(wire_, members_, ~number_);
-    for (const Part& part : parts_) {
+    for (const Encoding& part : parts_) {
       sums.add({.own = part.sum.result,
                 .full = part.full,
                 .dtype = part.dtype,
@@ -101,7 +101,7 @@ void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address 
     }
     sums.gather(channel, label, room);
   }
-  for (const Part& part : parts_) {
+  for (const Encoding& part : parts_) {
     if (part.sum.squares == nullptr) continue;
     *part.sum.squares =
         device::host::sum_squares(part.sum.result.host(), part.sum.result_dtype, part.numel);

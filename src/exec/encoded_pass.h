@@ -34,7 +34,7 @@ class EncodedPass {
   void run(comm::Channel& channel, const comm::Label& label, device::Address room);
 
  private:
-  struct Part {
+  struct Encoding {
     device::Address own{}, full{};  // of a gather
     comm::ReduceBuffer sum{};       // of a sum
     Dtype dtype = Dtype::kFp32;
@@ -42,15 +42,15 @@ class EncodedPass {
     int64_t offset = 0;  // in an encoded piece
     uint64_t noise = 0;
   };
-  void add(Part part);
-  uint64_t key(const Part& part, int64_t step) const;
+  void add(Encoding part);
+  uint64_t key(const Encoding& part, int64_t step) const;
   void gather(comm::Channel& channel, const comm::Label& label, device::Address room);
   void sum(comm::Channel& channel, const comm::Label& label, device::Address room);
-  device::Address shard(const Part& part, device::Address full, int member) const;
+  device::Address shard(const Encoding& part, device::Address full, int member) const;
 
   const Wire wire_;
   const Members& members_;
-  std::vector<Part> parts_;
+  std::vector<Encoding> parts_;
   const uint64_t number_;
   int64_t piece_ = 0;  // encoded bytes for one member
   bool sums_ = false, everywhere_ = false;

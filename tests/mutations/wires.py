@@ -53,12 +53,12 @@ OVER_WIRES = [
         "the squares are those of the sum before it travelled on",
         PASS,
         "  if (everywhere_) {\n",
-        "  for (const Part& part : parts_) {\n"
+        "  for (const Encoding& part : parts_) {\n"
         "    if (part.sum.squares == nullptr) continue;\n"
         "    *part.sum.squares = device::host::sum_squares(part.sum.result.host(),\n"
         "                                                  part.sum.result_dtype, part.numel);\n"
         "  }\n"
-        "  for (Part& part : parts_) part.sum.squares = nullptr;\n"
+        "  for (Encoding& part : parts_) part.sum.squares = nullptr;\n"
         "  if (everywhere_) {\n",
         SUMS,
     ),
