@@ -1,7 +1,6 @@
 #include "src/exec/encoded_pass.h"
 
 #include "src/base/text.h"
-
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 
