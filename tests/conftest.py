@@ -88,6 +88,26 @@ def drop_in_pools():
     yield from started_pools()
 
 
+@pytest.fixture(scope="module")
+def names_of(request):
+    """names_of(CASES): the names of the module's cases in this run, and of those that they are
+    compared with or go on from, in the order of CASES."""
+    modules = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in modules if hasattr(item, "callspec")]
+    ran = {each["case"] for each in params if "case" in each}
+
+    def of(cases, *others):
+        names = ran.intersection(cases).union(others)
+        while True:
+            more = {cases[name].get("as", name) for name in names}
+            more |= {cases[name].get("resume", name).partition("/")[0] for name in names}
+            if more <= names:
+                return [name for name in cases if name in names]
+            names |= more
+
+    return of
+
+
 @pytest.fixture(scope="session")
 def largest(request):
     """The largest deviations of the session by name, printed at its end."""

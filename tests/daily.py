@@ -1,60 +1,45 @@
-"""Which cases of the largest tables run every day; the whole set takes hours on two cores.
+"""Which cases run every day; the whole set takes hours on two cores.
 
-Of each parametrized test in a file named here, every k-th case runs, from the first; a run of
-`--full`, of `-k` or of single tests has all. Tables that choose their sample themselves (--full in
-their own pytest_generate_tests) are not here, nor are those whose every case was once a bug.
+Each test function has a budget of seconds. `costs.json` has the seconds of one case of each test
+that would exceed it; of such a test a sample runs, which is always the same. A case that catches a
+planted fault runs, and a run of `--full`, of `-k` or of single tests has all. New costs, of
+what is measured by `pytest --full --junitxml=FILE`, or by a daily run: `tests/daily.py FILE`.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import pathlib
+import random
 import sys
+import xml.etree.ElementTree as ET
+from collections import defaultdict
 from typing import Any
 
-STRIDES = {
-    "parity/test_idioms.py": 3,
-    "parity/test_activations.py": 6,
-    "parity/test_activation_limits.py": 2,
-    "parity/test_border_ranks.py": 2,
-    "parity/test_optimizers.py": 3,
-    "parity/test_root_layers.py": 4,
-    "parity/test_loops.py": 2,
-    "parity/test_repeatable.py": 2,
-    "parity/test_zoo.py": 3,
-    "parity/test_tiers.py": 4,
-    "parity/test_tiling.py": 2,
-    "parity/test_mesh_stories.py": 2,
-    "parity/fuzz/test_fuzz.py": 2,
-    "parity/test_pipeline.py": 2,
-    "parity/test_pipeline_state.py": 2,
-    "parity/test_tensor.py": 2,
-    "parity/test_tensor_life.py": 2,
-    "parity/test_transformers.py": 2,
-    "parity/test_sequence.py": 3,
-    "parity/test_border_gradients.py": 2,
-    "parity/test_overrides.py": 3,
-    "drop_in/test_drop_in_loops.py": 2,
-    "drop_in/test_configs.py": 2,
-    "drop_in/test_pipe.py": 2,
-    "drop_in/test_megatron_style.py": 2,
-    "drop_in/test_own_optimizers.py": 2,
-    "drop_in/test_trainers.py": 2,
-    "device/test_device_construction.py": 2,
-    "device/test_device_wires.py": 4,
-    "parity/test_wires.py": 2,
-    "python/test_bench.py": 2,
-    "python/test_faults.py": 2,
-    "python/test_top.py": 2,
-    "python/test_checkpoint_tensor.py": 2,
-    "python/test_checkpoint_layouts.py": 2,
+HERE = pathlib.Path(__file__).resolve().parent
+COSTS = HERE / "costs.json"
+BUDGET = 10.0  # seconds of one worker
+# The part of these files that runs, one in so many. Their cases come from one run of a script.
+SHARED = {
+    "tests/drop_in/test_accelerated.py": 4,
+    "tests/drop_in/test_drop_in_loops.py": 3,
+    "tests/drop_in/test_lightning.py": 3,
+    "tests/drop_in/test_own_optimizers.py": 5,
+    "tests/drop_in/test_trainers.py": 5,
+    "tests/drop_in/test_trl.py": 3,
 }
-FEW = 6  # a test with at most so many cases runs all of them
+WHOLE = ("tests/parity/test_known_bugs.py",)  # each of its cases was once a bug
+WEEKLY = (  # tests that catch no planted fault alone and that other tests repeat in less time
+    "tests/drop_in/test_hf_examples.py::test_accelerate",
+    "tests/python/test_plan_command.py::test_proposed_configs_train",
+)
 
 
 def planted_commands() -> list[tuple[str, str]]:
     """The file and the `-k` of each pytest command that must catch a planted fault."""
-    folder = pathlib.Path(__file__).parent / "mutations"
+    folder = HERE / "mutations"
     sys.path.insert(0, str(folder))
     before = set(sys.modules)
     try:
@@ -75,21 +60,50 @@ def selects(expression: str, nodeid: str) -> bool:
     )
 
 
+def drawn(test: str, count: int, costs: dict[str, float]) -> set[int]:
+    """The indices of the cases of "tests/folder/file.py::function", of `count`, that run."""
+    file = test.partition("::")[0]
+    share = SHARED.get(file) or max(1.0, count * costs.get(test, 0.0) / BUDGET)
+    if file in WHOLE:
+        share = 1.0
+    # Not every k-th: the cases are products of lists, whose lengths k may divide.
+    return set(random.Random(file).sample(range(count), math.ceil(count / share)))
+
+
 def sample(items: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The cases that run daily, and the others. A case that catches a planted fault runs."""
+    """The cases that run daily, and the others."""
+    costs = json.loads(COSTS.read_text())
     planted = planted_commands()
-    tests: dict[str, list[Any]] = {}
+    tests: dict[str, list[Any]] = defaultdict(list)
     for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        tests[item.nodeid.partition("[")[0]].append(item)
     left = set()
     for name, cases in tests.items():
-        stride = next((k for path, k in STRIDES.items() if f"{path}::" in name), 1)
-        if len(cases) <= FEW:
-            continue
-        keep = [expression for path, expression in planted if f"{path}::" in name]
+        runs = drawn(name, len(cases), costs)
+        keep = [expression for path, expression in planted if name.startswith(f"{path}::")]
         left |= {
             id(one)
             for i, one in enumerate(cases)
-            if i % stride and not any(selects(expression, one.nodeid) for expression in keep)
+            if (i not in runs or one.nodeid.endswith(WEEKLY))
+            and not any(selects(expression, one.nodeid) for expression in keep)
         }
     return [one for one in items if id(one) not in left], [one for one in items if id(one) in left]
+
+
+def measured(report: str) -> dict[str, float]:
+    """The seconds of one case, of the tests of a JUnit report that exceed the budget."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for case in ET.parse(report).iter("testcase"):
+        file = case.attrib["classname"].replace(".", "/")
+        name = case.attrib["name"].partition("[")[0]
+        seconds[f"{file}.py::{name}"].append(float(case.attrib["time"]))
+    return {
+        test: round(sum(each) / len(each), 1)
+        for test, each in sorted(seconds.items())
+        if sum(each) > BUDGET / 2
+    }
+
+
+if __name__ == "__main__":
+    costs = json.loads(COSTS.read_text()) | measured(sys.argv[1])
+    COSTS.write_text(json.dumps(costs, indent=1, sort_keys=True) + "\n")

@@ -27,8 +27,9 @@ def recorded():
 
 
 @pytest.fixture(scope="module")
-def loops():
-    return run(sys.executable, "loops.py", 2, _OURS)
+def loops(names_of):
+    names = names_of(CASES, "dynamic-scale")
+    return run(sys.executable, "loops.py", 2, _OURS, names)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from record import run
 
 
 @pytest.fixture(scope="module")
-def found():
-    return run(sys.executable, "own_optimizers.py", 2, {"PENSTOCK_AS_DEEPSPEED": "1"})
+def found(names_of):
+    names = names_of(dict.fromkeys([*NAMES, *REFUSED], {}))
+    return run(sys.executable, "own_optimizers.py", 2, {"PENSTOCK_AS_DEEPSPEED": "1"}, names)
 
 
 @pytest.mark.parametrize("case", NAMES)

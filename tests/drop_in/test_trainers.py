@@ -15,14 +15,15 @@ _ONE_RANK = [
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return run(sys.executable, "trainers.py", 2, _OURS, [str(tmp_path_factory.mktemp("two"))])
+def two_ranks(tmp_path_factory, names_of):
+    folder = str(tmp_path_factory.mktemp("two"))
+    return run(sys.executable, "trainers.py", 2, _OURS, [folder, *names_of(CASES)])
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
+def one_rank(tmp_path_factory, names_of):
     folder = str(tmp_path_factory.mktemp("one"))
-    return run(sys.executable, "trainers.py", 1, _OURS, [folder, *_ONE_RANK])
+    return run(sys.executable, "trainers.py", 1, _OURS, [folder, *names_of(CASES)])
 
 
 def check(case, found):

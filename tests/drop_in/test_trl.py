@@ -13,11 +13,10 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def found(request, tmp_path_factory):
+def found(names_of, tmp_path_factory):
     """What each case gives on two ranks."""
-    names = chosen(request.config.getoption("full"))
     folder = str(tmp_path_factory.mktemp("trl"))
-    return run_trl(sys.executable, {"PENSTOCK_AS_DEEPSPEED": "1"}, names, folder)
+    return run_trl(sys.executable, {"PENSTOCK_AS_DEEPSPEED": "1"}, names_of(CASES), folder)
 
 
 def _same(mine, other):

@@ -67,7 +67,7 @@ def test_four_ranks_show_stages_order_and_memory(text):
     assert [found[1] for found in MEMORY.finditer(output)] == list("0123")
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["sim", "cpu"])
 def test_llama_with_virtual_stages_and_disk(device, text, request):
     if device == "sim" and not request.config.getoption("full"):
         # Two ranks with interleaved stages may wait for each other on a busy machine: a known bug.
