@@ -107,9 +107,7 @@ class RankWriter : StepWriter {
     }
   }
 
-  // Returns the next action, or null at the end.
-  const Action* next() const { return done_ < actions_.size() ? &actions_[done_] : nullptr; }
-
+  // Writes the next action.
   void compute() {
     const Action& action = actions_[done_++];
     micro_ = action.micro;
@@ -237,25 +235,14 @@ std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, cons
   for (int rank = 0; rank < num_ranks; ++rank) {
     writers.emplace_back(table, parts[rank], mesh, forward, backward, schedule.ranks[rank]);
   }
-  // One action per rank and round. If a rank went ahead here, its peer's plan would receive all
-  // messages of this rank before the peer computes with the first one.
-  std::set<Action> done;
-  for (bool any = true; any;) {
-    any = false;
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      const Action* const next = writers[rank].next();
-      if (next == nullptr) continue;
-      const Action action = *next, needed = before(action, num_stages);
-      if (needed.stage >= 0 && !done.contains(needed)) continue;
-      if (!action.forward && !done.contains({action.stage, true, action.micro})) continue;
-      any = true;
-      writers[rank].compute();
-      done.insert(action);
-      const int to = action.forward ? action.stage + 1 : action.stage - 1;
-      if (to < 0 || to == num_stages || to % num_ranks == rank) continue;
-      writers[rank].send(action);
-      writers[to % num_ranks].receive(action);
-    }
+  // In rounds: if a rank went ahead here, its peer's plan would receive all messages of this rank
+  // before the peer computes with the first one.
+  for (const Action& action : in_rounds(schedule)) {
+    const int rank = action.stage % num_ranks, to = next_stage(action, num_stages);
+    writers[rank].compute();
+    if (to < 0 || to % num_ranks == rank) continue;
+    writers[rank].send(action);
+    writers[to % num_ranks].receive(action);
   }
   std::vector<Plan> plans;
   for (int rank = 0; rank < num_ranks; ++rank) {

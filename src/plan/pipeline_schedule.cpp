@@ -205,6 +205,33 @@ void check_schedule(const Schedule& schedule) {
   replay(schedule, 1, 2);  // throws if the order cannot finish
 }
 
+int next_stage(const Action& action, int num_stages) {
+  const int to = action.stage + (action.forward ? 1 : -1);
+  return to < num_stages ? to : -1;
+}
+
+std::vector<Action> in_rounds(const Schedule& schedule) {
+  const int num_stages = schedule.num_stages();
+  std::vector<size_t> next(schedule.ranks.size(), 0);
+  std::set<Action> done;
+  std::vector<Action> order;
+  for (bool any = true; any;) {
+    any = false;
+    for (size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+      if (next[rank] == schedule.ranks[rank].size()) continue;
+      const Action& action = schedule.ranks[rank][next[rank]];
+      const Action needed = before(action, num_stages);
+      if (needed.stage >= 0 && !done.contains(needed)) continue;
+      if (!action.forward && !done.contains({action.stage, true, action.micro})) continue;
+      any = true;
+      ++next[rank];
+      done.insert(action);
+      order.push_back(action);
+    }
+  }
+  return order;
+}
+
 // Runs each rank's actions as soon as their inputs have arrived, until no rank can continue.
 Replay replay(const Schedule& schedule, double forward, double backward, double transfer) {
   const int num_stages = schedule.num_stages();

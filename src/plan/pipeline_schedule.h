@@ -57,6 +57,13 @@ Schedule parse_schedule(std::string_view csv);
 // direction, in an order that can finish.
 void check_schedule(const Schedule& schedule);
 
+// Returns the actions of all ranks in one order that can finish: one action per rank and round,
+// each after the actions that it waits for. Ranks that make and take their messages in this order
+// do not wait for each other in a circle.
+std::vector<Action> in_rounds(const Schedule& schedule);
+// Returns the stage that receives the result of `action`, or -1 if there is none.
+int next_stage(const Action& action, int num_stages);
+
 // Cost of a schedule if all stages take the same time.
 struct Replay {
   double makespan = 0;

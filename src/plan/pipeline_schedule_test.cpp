@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <set>
 
 #include "src/base/text.h"
 #include "src/plan/refusal.h"
@@ -36,6 +37,19 @@ TEST(Schedule, IdleTimeAndWhatIsHeld) {
   EXPECT_EQ(two.most_held[0], 11);  // halves of a micro-batch: 5.5
 }
 
+// All actions are in the order, each rank's in its own order and each after what it waits for.
+void check_rounds(const Schedule& schedule) {
+  std::set<Action> done;
+  Schedule again{std::vector<std::vector<Action>>(schedule.ranks.size())};
+  for (const Action& action : in_rounds(schedule)) {
+    const Action needed = before(action, schedule.num_stages());
+    EXPECT_TRUE(needed.stage < 0 || done.contains(needed)) << action.text();
+    done.insert(action);
+    again.ranks[static_cast<size_t>(action.stage) % schedule.ranks.size()].push_back(action);
+  }
+  EXPECT_EQ(again, schedule);
+}
+
 TEST(Schedule, EveryShapeIsWhole) {
   int num_cases = 0;
   for (const std::string& name : schedule_names()) {
@@ -54,6 +68,7 @@ TEST(Schedule, EveryShapeIsWhole) {
           EXPECT_EQ(parse_schedule(schedule.text()), schedule);
           EXPECT_EQ(schedule.num_stages(), ranks * virtual_stages);
           EXPECT_EQ(schedule.num_micro(), micro);
+          check_rounds(schedule);
           ++num_cases;
         }
       }

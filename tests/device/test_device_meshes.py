@@ -116,6 +116,12 @@ def test_model_ranks_take_turns_with_the_lanes(strategy, device_pools, tmp_path,
     late(two("sequence", strategy, "llama", "two"), device_pools, tmp_path, largest, (100, 20000))
 
 
+@pytest.mark.parametrize("steps", ["interleaved", "eight"])
+def test_stages_launch_messages_in_one_order(steps, device_pools, tmp_path, largest):
+    """Ranks launch up to 20 ms apart, with messages under way in both directions."""
+    late(two("pipeline", "zero1", "mlp", steps), device_pools, tmp_path, largest, (100, 20000))
+
+
 # ---- the life of an engine
 
 

@@ -390,4 +390,11 @@ BESIDE_A_DEVICE = [
         "",
         mesh("memory_of_messages"),
     ),
+    Mutation(
+        "two ranks launch the messages of both directions in orders of their own",
+        STAGE_LANES,
+        "  connect(!computes.is_host() && group->device_groups());\n",
+        "  connect(false);\n",
+        mesh("launch_messages"),
+    ),
 ]

@@ -116,7 +116,7 @@ OVER_STAGES = [
     Mutation(
         "messages are expected in this rank's order",
         LANES,
-        "  for (const Action& made : schedule.ranks[static_cast<size_t>((index + 1) % size)]) {\n",
+        "  for (const Action& made : in_rounds(schedule)) {\n",
         "  for (const Action& made : schedule.ranks[static_cast<size_t>(index)]) {\n",
         MESHES,
     ),

@@ -66,7 +66,9 @@ STEPS_OF: dict[str, tuple[int, dict[str, Any]]] = {
     "two": (2, {"clip": 0.5}),
     "three": (3, {"activations": {"checkpoint": "unit"}}),
     "eight": (8, {}),
+    "interleaved": (4, {"parallel": {"schedule": "interleaved", "virtual_stages": 2}}),
 }
+IN_TURN = ("one", "two", "three", "eight")  # in all_cases()
 
 
 class Adapted(nn.Module):
@@ -180,7 +182,7 @@ class Case:
             made["activations"] = {"checkpoint": "unit"}
         rules = MODELS[self.model][2]
         if self.size("tensor") > 1 and rules:
-            made["parallel"] = {"rules": rules}
+            made["parallel"] = made.get("parallel", {}) | {"rules": rules}
         cut = self.size("tensor") > 1 and self.model not in WHOLE_HEADS
         if cut and self.steps in ("two", "eight"):
             made["parallel"] = made.get("parallel", {}) | {"cut_logits": True}
@@ -197,11 +199,10 @@ class Case:
 def all_cases() -> list[Case]:
     """Meshes x strategies x models, with the kinds of steps in turn."""
     cases = []
-    kinds = list(STEPS_OF)
     for m, mesh in enumerate(MESHES):
         for s, strategy in enumerate(STRATEGIES):
             for k, model in enumerate(MODELS):
-                steps = kinds[(m + s + k) % len(kinds)]
+                steps = IN_TURN[(m + s + k) % len(IN_TURN)]
                 cases.append(Case(tuple(mesh.items()), strategy, model, steps))
     return [one for one in cases if one.makes_sense()]
 

@@ -55,7 +55,7 @@ def check_has_all(sample, kinds=("mesh", "strategy", "model", "steps")):
         "mesh": [tuple(one.items()) for one in meshes.MESHES],
         "strategy": list(meshes.STRATEGIES),
         "model": list(meshes.MODELS),
-        "steps": list(meshes.STEPS_OF),
+        "steps": list(meshes.IN_TURN),
     }
     for kind in kinds:
         found = {getattr(one, kind) for one in sample}

@@ -68,10 +68,7 @@ def test_four_ranks_show_stages_order_and_memory(text):
 
 
 @pytest.mark.parametrize("device", ["sim", "cpu"])
-def test_llama_with_virtual_stages_and_disk(device, text, request):
-    if device == "sim" and not request.config.getoption("full"):
-        # Two ranks with interleaved stages may wait for each other on a busy machine: a known bug.
-        pytest.skip("interleaved stages on devices can deadlock (docs/devices.md)")
+def test_llama_with_virtual_stages_and_disk(device, text):
     options = "--model llama --layers 4 --strategy zero3 --offload disk --schedule interleaved"
     output = train(text, *options.split(), "--device", device, ranks=2)
     check_losses(output)

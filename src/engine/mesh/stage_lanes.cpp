@@ -43,39 +43,48 @@ StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& membe
       virtual_stages_(config.virtual_stages),
       schedule_(config.schedule) {
   for (const StageModule& piece : stages.pieces) pieces_.push_back({piece.module, piece.stage});
-  // Lanes may connect, which waits for the other end. All ranks connect in the order of the pairs
-  // of neighbours, so no ranks wait for each other in a circle.
-  const int size = members.size();
-  const auto way = [&](int from, int to, const char* name) {
-    const std::vector<int>& ranks = members.ranks;
+  connect(!computes.is_host() && group->device_groups());
+}
+
+// Messages may connect, which waits for the other end. All ranks connect in the order of the pairs
+// of neighbours, so no ranks wait for each other in a circle.
+void StageLanes::connect(bool one_lane_for_both) {
+  const int size = members_.size();
+  const auto add_lane = [&](const char* row) { return &lanes_.emplace_back(computes_, row); };
+  const auto way = [&](int from, int to, const char* name, StageLane* lane) {
+    const std::vector<int>& ranks = members_.ranks;
     const int hop = name == kForward ? 1 : -1;
-    const bool is_used = to == from + hop || config.virtual_stages > 1;  // not around the ends
-    return std::make_unique<NeighbourLane>(group, ranks[static_cast<size_t>(from)],
-                                           ranks[static_cast<size_t>(to)], name,
-                                           is_used ? computes : device::Device::host());
+    const bool is_used = to == from + hop || virtual_stages_ > 1;  // not around the ends
+    const device::Device& where = is_used ? computes_ : device::Device::host();
+    const int sender = ranks[static_cast<size_t>(from)], receiver = ranks[static_cast<size_t>(to)];
+    return std::unique_ptr<Way>(
+        new Way{{group_, sender, {receiver}, name, where}, from == members_.index, lane});
   };
+  StageLane* shared = nullptr;
   for (int before = 0; before < size; ++before) {
     const int after = (before + 1) % size;
-    if (members.index == before) {
-      sends_forward_ = way(before, after, kForward);
-      receives_backward_ = way(after, before, kBackward);
+    if (members_.index != before && members_.index != after) continue;
+    const bool is_first = members_.index == before;
+    if (one_lane_for_both && (shared == nullptr || size > 2)) {
+      shared = add_lane(is_first ? "with the next stage" : "with the stage before");
     }
-    if (members.index == after) {
-      receives_forward_ = way(before, after, kForward);
-      sends_backward_ = way(after, before, kBackward);
+    const auto lane = [&](const char* row) { return shared != nullptr ? shared : add_lane(row); };
+    if (is_first) {
+      sends_forward_ = way(before, after, kForward, lane("to the next stage"));
+      receives_backward_ = way(after, before, kBackward, lane("from the next stage"));
+    } else {
+      receives_forward_ = way(before, after, kForward, lane("from the stage before"));
+      sends_backward_ = way(after, before, kBackward, lane("to the stage before"));
     }
   }
 }
 
 void StageLanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
-  const auto watch = [&](NeighbourLane& way, const char* row) {
-    way.lane.record(recorder, row);
-    way.messages.record(recorder);
-  };
-  watch(*receives_forward_, "from the stage before");
-  watch(*sends_forward_, "to the next stage");
-  watch(*receives_backward_, "from the next stage");
-  watch(*sends_backward_, "to the stage before");
+  for (StageLane& lane : lanes_) lane.lane.record(recorder, lane.row);
+  for (const bool forward : {true, false}) {
+    sends(forward).messages.record(recorder);
+    receives(forward).messages.record(recorder);
+  }
 }
 
 // An evaluation uses the forwards of the schedule "gpipe".
@@ -88,19 +97,20 @@ Schedule StageLanes::schedule_of(int num_micro, bool trains) const {
   return schedule;
 }
 
-void StageLanes::post(NeighbourLane& way, size_t count) {
-  for (; count > 0 && !way.expected.empty(); --count) {
-    const Action action = way.expected.front();
-    way.expected.pop_front();
-    auto arriving = std::make_shared<Arriving>();
-    const comm::Label label = label_of(action);
-    const trace::AtLine at(label.text);
-    arriving->fence = way.lane.submit([&way, arriving, label, step = step_] {
-      way.messages.set_step(step);
-      arriving->message = way.messages.receive(label);
-    });
-    arriving_[action] = std::move(arriving);
-  }
+// Posts the lane's next receive. Returns whether there is one before the next send.
+bool StageLanes::post(StageLane& lane) {
+  if (lane.expected.empty() || lane.expected.front().way->sends) return false;
+  const auto [action, way] = lane.expected.front();
+  lane.expected.pop_front();
+  auto arriving = std::make_shared<Arriving>();
+  const comm::Label label = label_of(action);
+  const trace::AtLine at(label.text);
+  arriving->fence = lane.lane.submit([way = way, arriving, label, step = step_] {
+    way->messages.set_step(step);
+    arriving->message = way->messages.receive(label);
+  });
+  arriving_[action] = std::move(arriving);
+  return true;
 }
 
 std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
@@ -114,32 +124,30 @@ std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
   open_ = true;
   sent_.clear();
   arriving_.clear();
-  receives_forward_->expected.clear();
-  receives_backward_->expected.clear();
-  // The messages that this rank will receive, in the order in which the neighbours make them.
-  for (const Action& made : schedule.ranks[static_cast<size_t>((index + size - 1) % size)]) {
-    if (made.forward && made.stage + 1 < num_stages_) {
-      receives_forward_->expected.push_back({made.stage + 1, true, made.micro});
-    }
-  }
-  for (const Action& made : schedule.ranks[static_cast<size_t>((index + 1) % size)]) {
-    if (!made.forward && made.stage > 0) {
-      receives_backward_->expected.push_back({made.stage - 1, false, made.micro});
-    }
+  for (StageLane& lane : lanes_) lane.expected.clear();
+  const auto expect = [](Way& way, const Action& needs) {
+    way.lane->expected.push_back({needs, &way});
+  };
+  for (const Action& made : in_rounds(schedule)) {
+    const Action needs{next_stage(made, num_stages_), made.forward, made.micro};
+    if (needs.stage < 0) continue;
+    if (made.stage % size == index) expect(sends(made.forward), needs);
+    if (needs.stage % size == index) expect(receives(made.forward), needs);
   }
   return schedule.ranks[static_cast<size_t>(index)];
 }
 
 // See [Note: No deadlock] for the order of the posted receives.
 parallel::TensorMessage StageLanes::receive(const Action& action) {
-  NeighbourLane& way = action.forward ? *receives_forward_ : *receives_backward_;
-  while (!arriving_.contains(action) && !way.expected.empty()) post(way, 1);
+  StageLane& lane = *receives(action.forward).lane;
+  while (!arriving_.contains(action) && post(lane)) {
+  }
   const auto found = arriving_.find(action);
   PENSTOCK_ASSERT(found != arriving_.end(), concat("no message is expected for ", action.text()));
   const std::shared_ptr<Arriving> arriving = std::move(found->second);
   arriving_.erase(found);
   arriving->fence.wait();
-  post(way, 1);  // the next message arrives while this stage computes
+  post(lane);  // the next message arrives while this stage computes
   for (const at::Tensor& tensor : arriving->message.tensors) {
     if (!tensor.defined() || tensor.is_cpu()) continue;
     computes_.used_on(tensor.storage().data_ptr(), computes_.current());  // the lane allocated it
@@ -148,11 +156,17 @@ parallel::TensorMessage StageLanes::receive(const Action& action) {
 }
 
 void StageLanes::send(const Action& action, parallel::TensorMessage made) {
-  NeighbourLane& way = action.forward ? *sends_forward_ : *sends_backward_;
-  const Action needs{action.stage + (action.forward ? 1 : -1), action.forward, action.micro};
+  Way& way = sends(action.forward);
+  StageLane& lane = *way.lane;
+  while (post(lane)) {
+  }
+  const Action needs{next_stage(action, num_stages_), action.forward, action.micro};
+  PENSTOCK_ASSERT(!lane.expected.empty() && lane.expected.front().needs == needs,
+                  concat("the message for ", needs.text(), " is not next"));
+  lane.expected.pop_front();
   const comm::Label label = label_of(needs);
   const trace::AtLine at(label.text);
-  sent_.push_back(way.lane.submit([&way, label, step = step_, message = std::move(made)] {
+  sent_.push_back(lane.lane.submit([&way, label, step = step_, message = std::move(made)] {
     way.messages.set_step(step);
     way.messages.send(label, message);
   }));
@@ -200,7 +214,8 @@ void StageLanes::bring_buffers(const Share& share) {
 
 void StageLanes::close() {
   arriving_.clear();
-  for (std::unique_ptr<NeighbourLane>* way :
+  lanes_.clear();
+  for (std::unique_ptr<Way>* way :
        {&sends_forward_, &receives_forward_, &sends_backward_, &receives_backward_}) {
     way->reset();
   }

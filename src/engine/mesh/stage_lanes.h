@@ -2,10 +2,14 @@
 // StageLanes: the messages between the stages of a pipeline. Separate threads send and receive
 // them, so messages travel while stages compute. Used only by the model's thread.
 //
-// [Note: No deadlock] Each direction between two ranks is a lane on both sides. The lane sends or
-// receives the messages in the order in which the sender's schedule makes them. A send waits only
-// for the matching receive. This rank posts each receive at the latest when it needs the message
-// (usually earlier). So lanes add no waits to those of the schedule, which always ends.
+// [Note: No deadlock] A lane carries its messages in the order of in_rounds(), which both ends
+// know. A send waits only for the matching receive. This rank posts a receive at the latest when it
+// needs the message or sends a later message of the lane. Each message is made by an action, and
+// all that a message waits for was made by earlier actions of in_rounds(). So lanes add no waits in
+// a circle. Through host memory, each direction between two ranks is a lane. On a device, both
+// directions are one lane: NCCL requires that two ranks launch the collectives of all their
+// communicators in one order ([Note: Launch order]). No other collectives of these two ranks are in
+// flight then: what stages share is summed after the window.
 #include <deque>
 #include <map>
 #include <memory>
@@ -50,21 +54,32 @@ class StageLanes {
   void close();
 
  private:
-  // One direction to or from a neighbouring stage.
-  struct NeighbourLane {
-    NeighbourLane(const std::shared_ptr<Group>& group, int from, int to, const std::string& name,
-                  const device::Device& computes)
-        : messages(group, from, {to}, name, computes),
-          lane("penstock-stage", computes, device::LaneKind::kThread) {}
-    parallel::Messages messages;
+  struct Way;
+  struct Expected {
+    Action needs;  // the action that needs the message
+    Way* way;
+  };
+  struct StageLane {
+    StageLane(const device::Device& computes, const char* row_name)
+        : lane("penstock-stage", computes, device::LaneKind::kThread), row(row_name) {}
     device::Lane lane;
-    std::deque<Action> expected{};  // messages without a posted receive, in order
+    const char* row;                  // in a trace
+    std::deque<Expected> expected{};  // messages not submitted yet, in order
+  };
+  // One direction to or from a neighbouring stage.
+  struct Way {
+    parallel::Messages messages;
+    bool sends;
+    StageLane* lane;
   };
   struct Arriving {
     parallel::TensorMessage message;
     device::Fence fence;
   };
-  void post(NeighbourLane& way, size_t count);
+  void connect(bool one_lane_for_both);
+  Way& sends(bool forward) const { return forward ? *sends_forward_ : *sends_backward_; }
+  Way& receives(bool forward) const { return forward ? *receives_forward_ : *receives_backward_; }
+  bool post(StageLane& lane);
   Schedule schedule_of(int num_micro, bool trains) const;
 
   const std::shared_ptr<Group> group_;
@@ -78,8 +93,8 @@ class StageLanes {
   bool open_ = false;
   std::map<Action, std::shared_ptr<Arriving>> arriving_;
   std::vector<device::Fence> sent_;
-  std::unique_ptr<NeighbourLane> receives_forward_, sends_forward_, receives_backward_,
-      sends_backward_;
+  std::unique_ptr<Way> receives_forward_, sends_forward_, receives_backward_, sends_backward_;
+  std::deque<StageLane> lanes_;
 };
 
 }  // namespace penstock::engine
