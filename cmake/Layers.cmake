@@ -16,9 +16,16 @@ function(penstock_batches target)
   endif()
 endfunction()
 
-# penstock_layer(NAME plan SOURCES a.cpp TESTS a_test.cpp DEPS base place [TORCH])
+# penstock_cold(target): its code is never in a loop over values. -O1 compiles it in two thirds of
+# the time of -O3, and a training step takes as long (benchmarks/engine_overhead.py, in turn).
+function(penstock_cold target)
+  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
+endfunction()
+
+# penstock_layer(NAME plan SOURCES a.cpp TESTS a_test.cpp DEPS base place [TORCH] [HOT])
 #   Makes one static library per folder of src/, and one test program `plan_test` from its tests.
 #   DEPS are the layers whose headers it may include (tools/check_layers.py checks the includes).
+#   HOT: not penstock_cold().
 # Turn it off for a compiler that the sources were not tested with.
 option(PENSTOCK_WERROR "Warnings are errors" ON)
 add_library(penstock_flags INTERFACE)
@@ -44,6 +51,7 @@ function(penstock_test name)
   cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPS" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
   penstock_batches(${name})
+  penstock_cold(${name})
   list(TRANSFORM ARG_DEPS PREPEND penstock_)
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} penstock_flags GTest::gtest_main)
   if(ARG_TORCH)
@@ -56,9 +64,12 @@ function(penstock_test name)
 endfunction()
 
 function(penstock_layer)
-  cmake_parse_arguments(ARG "TORCH" "NAME" "SOURCES;TESTS;DEPS" ${ARGN})
+  cmake_parse_arguments(ARG "TORCH;HOT" "NAME" "SOURCES;TESTS;DEPS" ${ARGN})
   add_library(penstock_${ARG_NAME} STATIC ${ARG_SOURCES})
   penstock_batches(penstock_${ARG_NAME})
+  if(NOT ARG_HOT)
+    penstock_cold(penstock_${ARG_NAME})
+  endif()
   set(deps ${ARG_DEPS})
   list(TRANSFORM deps PREPEND penstock_)
   target_link_libraries(penstock_${ARG_NAME} PUBLIC penstock_flags ${deps})
