@@ -62,9 +62,9 @@ struct BatchConfig {
 struct CommConfig {
   std::string backend = "auto";
   std::string codec = "none";
-  std::string reduce_dtype =
-      "auto";  // dtype in which low-precision gradients are summed: "gradient" (their own)
-               // "fp32" "auto" (resolved before planning)
+  int64_t exact_first = 0, exact_every = 0;  // steps with plain wires: the first n, every n-th
+  // Low-precision gradients are summed as "gradient" (their own dtype) "fp32" "auto" (resolved).
+  std::string reduce_dtype = "auto";
   int64_t bucket_bytes = 1 << 20;  // neighbouring moves smaller than this share one collective
   double timeout_s = 600.0;        // limit of every wait for a peer
   double warn_s = 30.0;            // a longer wait prints a line on stderr; 0 = never

@@ -109,6 +109,8 @@ void bind_step_sections(py::module_& module) {
   py::class_<CommConfig>(module, "CommConfig")
       .def_readonly("backend", &CommConfig::backend)
       .def_readonly("codec", &CommConfig::codec)
+      .def_readonly("exact_first", &CommConfig::exact_first)
+      .def_readonly("exact_every", &CommConfig::exact_every)
       .def_readonly("reduce_dtype", &CommConfig::reduce_dtype)
       .def_readonly("bucket_bytes", &CommConfig::bucket_bytes)
       .def_readonly("timeout_s", &CommConfig::timeout_s)

@@ -19,7 +19,9 @@ class Params {
   void run(const PlannedStep& planned);  // runs a parameter move of the plan
   // Moves the unit's parameters, off plan, from their current placement to the placement of
   // `phase`.
-  void move_to(int unit, Phase phase) { move_to(unit, phase, rank_.table.wires.param); }
+  void move_to(int unit, Phase phase) { move_to(unit, phase, wires_); }
+  // Between steps: sets the wires of moves off the plan.
+  void use(const Wires& wires) { wires_ = wires; }
   // Makes the unit's parameters whole: starts the move if it has not started, waits for it, and
   // sets the windows.
   void require(int unit);
@@ -47,6 +49,7 @@ class Params {
 
   Rank& rank_;
   Lanes& lanes_;
+  Wires wires_{};
 };
 
 }  // namespace penstock::exec

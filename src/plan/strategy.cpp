@@ -86,6 +86,10 @@ Table table_of(const Config& config, const ModelDesc& model) {
   return table;
 }
 
+bool is_exact_step(const CommConfig& comm, int64_t step) {
+  return step <= comm.exact_first || (comm.exact_every > 0 && step % comm.exact_every == 0);
+}
+
 bool can_rest_away(const std::string& strategy) {
   const Table table = preset(strategy, {});
   const Placement& rest = table.at(Role::kParam, Phase::kRest);
@@ -234,16 +238,39 @@ void end_frozen_last(const Table& table, ModelDesc& model) {
   }
 }
 
+namespace {
+
+Ledger with_peaks_of(const Ledger& other, Ledger ledger) {
+  for (size_t tier = 0; tier < ledger.tier.size(); ++tier) {
+    for (int64_t MemoryPeak::* part : {&MemoryPeak::param, &MemoryPeak::grad, &MemoryPeak::optim,
+                                       &MemoryPeak::buffers, &MemoryPeak::total}) {
+      ledger.tier[tier].*part = std::max(ledger.tier[tier].*part, other.tier[tier].*part);
+    }
+  }
+  ledger.in_memory = std::max(ledger.in_memory, other.in_memory);
+  return ledger;
+}
+
+}  // namespace
+
 Ledger predict(const Config& config, ModelDesc model, bool external_optimizer) {
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config, model).on(mesh);
   set_chunks(config, table, model);
   end_frozen_last(table, model);
   const int moments = external_optimizer ? 0 : num_moments(config);
-  return simulate(window_plan(config, table, model), table, model, mesh,
-                  {.moments_per_param = static_cast<double>(moments),
-                   .late_update = config.offload.late_update && !table.rests_whole(),
-                   .external = external_optimizer});
+  const auto ledger_of = [&](const Table& wired) {
+    return simulate(window_plan(config, wired, model), wired, model, mesh,
+                    {.moments_per_param = static_cast<double>(moments),
+                     .late_update = config.offload.late_update && !table.rests_whole(),
+                     .external = external_optimizer});
+  };
+  Ledger ledger = ledger_of(table);
+  if (config.comm.exact_first == 0 && config.comm.exact_every == 0) return ledger;
+  // The peaks are those of exact steps too; the traffic is that of the other steps.
+  Table exact = table;
+  exact.wires = {};
+  return with_peaks_of(ledger_of(exact), std::move(ledger));
 }
 
 // The first and the last micro-batch of a window are not like the other ones, and their neighbours

@@ -18,6 +18,8 @@ TRAINING = wires("trains_like and zero3-fp32")
 ARRIVE = wires("arrive and zero3-int8-fp32")
 SUMS = wires("at_most_a_step and ddp-int8")
 EXACT = wires("edits_are_exact and zero3")
+EXACT_STEPS = wires("exact_steps_are_those and late")
+PLANNING = "src/engine/step/planning.cpp"
 
 OVER_WIRES = [
     Mutation(
@@ -103,5 +105,26 @@ OVER_WIRES = [
         "if (mesh.size(Axis::kLocal) == 1) seen.on(Axis::kLocal) = on(Axis::kNode);",
         "seen.on(Axis::kLocal) = on(Axis::kNode);",
         gtest("src/place/place_test", "WireTest.*"),
+    ),
+    Mutation(
+        "exact steps keep the wires of the table",
+        PLANNING,
+        "is_exact_step(config.comm, step) ? RoleWires() : table.wires",
+        "table.wires",
+        EXACT_STEPS,
+    ),
+    Mutation(
+        "parameters that move off the plan have lossy wires in exact steps",
+        PLANNING,
+        "  executor.params().use(table.wires.param);\n",
+        "  executor.params().use(executor.table().wires.param);\n",
+        wires("exact_steps_are_those and twice"),
+    ),
+    Mutation(
+        "a run that goes on counts exact steps from its start",
+        "src/engine/model/checkpoints.cpp",
+        "  Planning{state}.follow_wires();\n",
+        "",
+        EXACT_STEPS,
     ),
 ]

@@ -414,6 +414,104 @@ def test_a_checkpoint_is_exact_and_loads_under_any_wire(pools, tmp_path):
         assert torch.equal(also[name], later[name]), name
 
 
+# ---- exact steps
+
+EXACT = {"timeout_s": 60, "exact_first": 2, "exact_every": 4}
+EXACT_STEPS = {1, 2, 4, 8}
+EXACT_CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ddp": ("ddp", 2, {}),
+    "zero1": ("zero1", 2, {"precision": "bf16"}),
+    "zero2": ("zero2", 2, {"batch": {"accumulate": 2}}),
+    "zero3": ("zero3", 2, {}),
+    "zero3-4": ("zero3", 4, {"precision": "bf16", "batch": {"accumulate": 2}}),
+    "hpz": ("hpz", 4, {"mesh": {"node": 2}}),
+    "late": ("zero3", 2, {"offload": {"optimizer": "host", "late_update": True}}),
+    "host": ("zero3", 2, {"offload": {"params": "host", "optimizer": "host"}}),
+    "disk": ("zero3", 2, {"offload": {"params": "disk", "optimizer": "disk"}}),
+    "twice": ("zero3", 2, {"precision": "bf16"}),
+    "window": ("zero3", 2, {"batch": {"accumulate": 2}, "activations": {"checkpoint": "unit"}}),
+}
+
+
+def exact_settings(case: str, path: Any) -> tuple[dict[str, Any], int]:
+    strategy, ranks, more = EXACT_CASES[case]
+    wire = {"grad": "int4/32"}
+    if strategy not in ("ddp", "zero1", "zero2"):
+        wire["param"] = "node:int4/32" if strategy == "hpz" else "int4/32"
+    if "disk" in more.get("offload", {}).values():
+        more = more | {"offload": more["offload"] | {"path": str(path)}}
+    adam = {"type": "AdamW", "lr": 1e-2}
+    return config(strategy, wire, optimizer=adam, comm=EXACT) | more, ranks
+
+
+def one_step(engine: Any, step: int, twice: bool) -> dict[str, torch.Tensor]:
+    """`twice`: the second block also computes at an earlier place of the model, off the plan."""
+    micros = engine.config.batch.accumulate
+    dtype = next(engine.module.parameters()).dtype
+    for micro in range(micros):
+        x = batch(10 * step + micro, dist.get_world_size())[dist.get_rank()]
+        out = engine(x.to(dtype))
+        if twice and step > 1:
+            out = out + engine.module.blocks[1](x.to(dtype))
+        engine.backward(out.square().float().mean() / micros)
+        engine.step()
+    state: dict[str, torch.Tensor] = engine.state_dict(rank0_only=False)
+    return state
+
+
+def with_exact_steps(
+    settings: dict[str, Any], path: str, first: int, count: int, twice: bool = False
+) -> Any:
+    engine = engine_of(settings)
+    if first > 1:
+        engine.load(f"{path}/{first - 1}")
+    states = []
+    for step in range(first, first + count):
+        states.append(one_step(engine, step, twice))
+        if first == 1:
+            engine.save(f"{path}/{step}")
+    engine.close()
+    return states
+
+
+@pytest.mark.parametrize("case", EXACT_CASES)
+def test_exact_steps_are_those_of_a_table_without_wires(case, pools, tmp_path):
+    """Bitwise, and no other step is; a run that goes on from a checkpoint has the same steps."""
+    settings, ranks = exact_settings(case, tmp_path)
+    plain = settings | {"table": {}, "comm": {"timeout_s": 60, "reduce_dtype": "gradient"}}
+    pool, path = pools(ranks), str(tmp_path)
+    twice = case == "twice"
+    states = pool.run(with_exact_steps, settings, path, 1, 8, twice)[0]
+    first = pool.run(with_exact_steps, plain, f"{path}/plain", 1, 1, twice)[0][0]
+    assert all(torch.equal(first[name], states[0][name]) for name in first)
+    for step in range(2, 9):
+        same = pool.run(with_exact_steps, settings, path, step, 1, twice)[0][0]
+        exact = pool.run(with_exact_steps, plain, path, step, 1, twice)[0][0]
+        made = states[step - 1]
+        assert all(torch.equal(same[name], made[name]) for name in made), step
+        alike = all(torch.equal(exact[name], made[name]) for name in made)
+        assert alike == (step in EXACT_STEPS), step
+
+
+def measured_in_exact_steps(settings: dict[str, Any]) -> tuple[Any, Any]:
+    engine = engine_of(settings)
+    train_steps(engine, 0, 2)
+    few = engine.ledger()["measured"]["exchanges"]
+    train_steps(engine, 2, 2)
+    return few, engine.ledger()
+
+
+def test_the_ledger_has_the_peaks_of_exact_steps(pools):
+    """An int4 gather takes less memory than the plain sum of the first steps."""
+    wire = {"param": "int8", "grad": "int4"}
+    settings = config("zero3", wire, comm=EXACT | {"exact_every": 0})
+    few, ledger = pools(2).run(measured_in_exact_steps, settings)[0]
+    predicted, measured = ledger["predicted"]["zero3"], ledger["measured"]
+    assert measured["total"] == pytest.approx(predicted["total"], rel=0.05)
+    assert measured["exchanges"] == predicted["exchanges"]
+    assert few != 0
+
+
 def refusal(settings: dict[str, Any], model: nn.Module | None = None) -> str:
     try:
         engine_of(settings, model)
@@ -441,6 +539,21 @@ REFUSED = {
     "unknown": ("zero3", {"param": "int3"}, '"table.wire.param" is "int3"'),
     "optim": ("zero3", {"optim": "int8"}, 'unknown key "table.wire.optim"'),
 }
+
+
+def test_exact_steps_without_effect_are_refused():
+    import penstock  # noqa: PLC0415
+
+    def told(comm: dict[str, Any]) -> str:
+        with pytest.raises(penstock.ConfigError) as error:
+            engine_of({"comm": comm}, Net())
+        return str(error.value)
+
+    assert '"comm.exact_first" is 3, which has no effect without comm.codec' in told(
+        {"exact_first": 3}
+    )
+    assert '"comm.exact_every" is 1, so all steps' in told({"codec": "int8", "exact_every": 1})
+    assert '"comm.exact_first" is -1' in told({"codec": "int8", "exact_first": -1})
 
 
 @pytest.mark.parametrize(("strategy", "wire", "text"), REFUSED.values(), ids=REFUSED)

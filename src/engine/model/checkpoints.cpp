@@ -26,6 +26,7 @@
 #include "src/ckpt/damaged.h"
 #include "src/ckpt/load.h"
 #include "src/engine/step/core_state.h"
+#include "src/engine/step/planning.h"
 #include "src/engine/step/window_agreement.h"
 #include "src/plan/strategy.h"
 
@@ -257,6 +258,7 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   const ckpt::JsonReader numbers(manifest.state, "the manifest's state");
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   state.steps = numbers.whole("steps", 0, kMost);
+  Planning{state}.follow_wires();
   state.skipped = numbers.whole("skipped", 0, kMost);
   state.executor->set_step(state.steps + 1);
   state.model_ranks.set_step(state.steps + 1);

@@ -14,6 +14,7 @@
 #include "src/engine/model/exposed_tensors.h"
 #include "src/engine/step/backward_end.h"
 #include "src/engine/step/core_state.h"
+#include "src/engine/step/planning.h"
 #include "src/engine/step/window_agreement.h"
 #include "src/engine/watch/observer.h"
 #include "src/plan/strategy.h"
@@ -155,6 +156,7 @@ bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<
     state_->lent.check();
   };
   const bool applied = state_->step(groups, external ? lending : external, options);
+  State::Planning{*state_}.follow_wires();
   show(state_->group->board(), "the caller's code, after step");
   return applied;
 }

@@ -17,6 +17,7 @@
 #include "src/engine/model/blueprint.h"
 #include "src/engine/model/memory_budget.h"
 #include "src/engine/step/core_state.h"
+#include "src/engine/step/planning.h"
 #include "src/engine/watch/observer.h"
 #include "src/plan/strategy.h"
 
@@ -218,7 +219,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   window.emplace(config.batch.accumulate * config.parallel.virtual_stages,
                  loss_scale.needs_scaling(), unit_events, config.parallel.virtual_stages);
   progress.assign(executor->units().size(), {});
-  make_plans();
+  Planning{*this}.make();
   border.emplace(*executor, *tiled);
   adoption.commit();
   Observer{*this}.begin();
@@ -250,13 +251,6 @@ void Core::State::install_hooks() {
         });
       }
     }
-  }
-}
-
-void Core::State::make_plans() {
-  for (const Section section : kSections) {
-    const Plan plan = plan_section(executor->table(), model, executor->mesh(), section);
-    driver->set_plan(section, with_passes(plan, model, config));
   }
 }
 

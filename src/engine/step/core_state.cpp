@@ -10,6 +10,7 @@
 #include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/step/backward_end.h"
+#include "src/engine/step/planning.h"
 #include "src/engine/step/window_agreement.h"
 #include "src/engine/watch/observer.h"
 #include "src/plan/strategy.h"
@@ -313,7 +314,7 @@ void Core::State::start_backward(bool in_autograd) {
     driver->finish();
     order->keep_whole();
     model = order->assumed();
-    make_plans();
+    Planning{*this}.make();
   }
   driver->begin(section);
   for (size_t unit = 0; unit < progress.size(); ++unit) {
@@ -502,7 +503,7 @@ void Core::State::end_backward() {
                        [&](const std::string& label, const std::string& text) {
                          return engine::share_text(label, text, in_stage);
                        });
-  make_plans();
+  Planning{*this}.make();
 }
 
 // ---- step

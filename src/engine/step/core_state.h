@@ -84,6 +84,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::string choice;  // the alternatives and the choice of `offload: "auto"`; else ""
   std::optional<exec::Executor> executor;
   std::optional<engine::Driver> driver;
+  RoleWires planned_wires;  // of the driver's plans
   std::optional<engine::OutsideEdits> border;
   std::vector<engine::GradientHook> hooks;
   engine::ModelRanks model_ranks;
@@ -145,6 +146,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   struct BackwardEnd;    // backward_end.h
   struct Checkpointing;  // checkpoints.cpp
   struct Observer;       // observer.h
+  struct Planning;       // planning.h
 
  private:
   struct Closing;  // restore_model.cpp
@@ -169,7 +171,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void complete_open(int except, const engine::GraphPlace& at);
   void unit_complete(int unit);
   void end_backward();
-  void make_plans();
 };
 
 }  // namespace penstock

@@ -377,14 +377,27 @@ void parse_tiling(const Json& value, TilingConfig* tiling) {
     section.refuse_without_effect({"head"}, "while tiling.loss_tokens is 0");
 }
 
-void parse_comm(const Json& value, CommConfig* comm) {
-  const ConfigSection section(
-      value, "comm",
-      {"backend", "codec", "reduce_dtype", "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
+// `wires`: whether the table has wires of its own.
+void parse_codec(const ConfigSection& section, bool wires, CommConfig* comm) {
+  comm->codec = section.choice("codec", comm->codec, {"none", "int8"});
+  section.read_int("exact_first", &comm->exact_first, 0, "a whole number of steps >= 0");
+  section.read_int("exact_every", &comm->exact_every, 0, "a whole number of steps >= 0 (0 = none)");
+  if (comm->exact_every == 1)
+    fail("\"comm.exact_every\" is 1, so all steps would be exact: leave the codec out");
+  if (comm->codec == "none" && !wires) {
+    section.refuse_without_effect({"exact_first", "exact_every"},
+                                  "without comm.codec or table.wire");
+  }
+}
+
+void parse_comm(const Json& value, bool wires, CommConfig* comm) {
+  const ConfigSection section(value, "comm",
+                              {"backend", "codec", "exact_first", "exact_every", "reduce_dtype",
+                               "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
   section.read_text("backend", &comm->backend);
   if (comm->backend != "auto" && comm->backend != "shm" && comm->backend != "gloo")
     fail_unsupported("comm.backend", comm->backend, "\"auto\", \"shm\" or \"gloo\"");
-  comm->codec = section.choice("codec", comm->codec, {"none", "int8"});
+  parse_codec(section, wires, comm);
   section.read_text("reduce_dtype", &comm->reduce_dtype);
   if (comm->reduce_dtype != "auto" && comm->reduce_dtype != "gradient" &&
       comm->reduce_dtype != "fp32")
@@ -451,7 +464,8 @@ void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("batch")) parse_batch(*value, &config->batch);
   if (const Json* value = top.find("units")) parse_units(*value, &config->units);
   if (const Json* value = top.find("tiling")) parse_tiling(*value, &config->tiling);
-  if (const Json* value = top.find("comm")) parse_comm(*value, &config->comm);
+  if (const Json* value = top.find("comm"))
+    parse_comm(*value, config->table.contains(kWireRow), &config->comm);
   parse_activations(top, config);
   parse_loss_scale(top, config);
   if (const Json* value = top.find("checkpoint")) {

@@ -59,6 +59,14 @@ nlohmann::json json_of(const MonitorConfig& monitor) {
           {"machine", monitor.machine}};
 }
 
+nlohmann::json json_of(const CommConfig& comm) {
+  return {{"backend", comm.backend},           {"codec", comm.codec},
+          {"exact_first", comm.exact_first},   {"exact_every", comm.exact_every},
+          {"reduce_dtype", comm.reduce_dtype}, {"bucket_bytes", comm.bucket_bytes},
+          {"timeout_s", comm.timeout_s},       {"warn_s", comm.warn_s},
+          {"report_dir", comm.report_dir}};
+}
+
 Json json_of(const ParallelConfig& parallel) {
   Json styles = Json::object();
   for (const auto& [pattern, style] : parallel.rules) styles[pattern] = style;
@@ -123,10 +131,7 @@ std::string Config::json(int indent) const {
                    {"modules", tiling.modules},
                    {"loss_tokens", tiling.loss_tokens},
                    {"head", tiling.head}};
-  out["comm"] = {{"backend", comm.backend},           {"codec", comm.codec},
-                 {"reduce_dtype", comm.reduce_dtype}, {"bucket_bytes", comm.bucket_bytes},
-                 {"timeout_s", comm.timeout_s},       {"warn_s", comm.warn_s},
-                 {"report_dir", comm.report_dir}};
+  out["comm"] = json_of(comm);
   Json ordered = out;
   Json rules = Json::object();
   for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;

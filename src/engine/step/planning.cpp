@@ -1,0 +1,35 @@
+#include "src/engine/step/planning.h"
+
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+// Returns the wires of step `step`: the table's, or plain ones in an exact step.
+RoleWires wires_of(const Config& config, const Table& table, int64_t step) {
+  return is_exact_step(config.comm, step) ? RoleWires() : table.wires;
+}
+
+}  // namespace
+
+void Core::State::Planning::make() const {
+  exec::Executor& executor = *state.executor;
+  Table table = executor.table();
+  table.wires = wires_of(state.config, table, state.steps + 1);
+  executor.params().use(table.wires.param);
+  for (const Section section : kSections) {
+    const Plan plan = plan_section(table, state.model, executor.mesh(), section);
+    state.driver->set_plan(section, with_passes(plan, state.model, state.config));
+  }
+  state.planned_wires = table.wires;
+}
+
+void Core::State::Planning::follow_wires() const {
+  const Table& table = state.executor->table();
+  if (wires_of(state.config, table, state.steps + 1) == state.planned_wires) return;
+  state.executor->updates().finish();  // a late update still runs lines of the old plan
+  make();
+}
+
+}  // namespace penstock
