@@ -110,7 +110,7 @@ OVER_WIRES = [
         "exact steps keep the wires of the table",
         PLANNING,
         "is_exact_step(config.comm, step) ? RoleWires() : table.wires",
-        "table.wires",
+        "is_exact_step(config.comm, step) ? table.wires : table.wires",
         EXACT_STEPS,
     ),
     Mutation(
