@@ -16,7 +16,7 @@ function(penstock_batches target)
   endif()
 endfunction()
 
-# penstock_cold(target): its code is never in a loop over values. -O1 compiles it in two thirds of
+# penstock_cold(target): its code is in no loop over values or bytes. -O1 compiles it in two thirds of
 # the time of -O3, and a training step takes as long (benchmarks/engine_overhead.py, in turn).
 function(penstock_cold target)
   target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)

@@ -90,14 +90,17 @@ def drop_in_pools():
 
 @pytest.fixture(scope="module")
 def names_of(request):
-    """names_of(CASES): the names of the module's cases in this run, and of those that they are
-    compared with or go on from, in the order of CASES."""
-    modules = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in modules if hasattr(item, "callspec")]
-    ran = {each["case"] for each in params if "case" in each}
+    """names_of(fixture, CASES): the names of the cases for which this run needs the module's
+    fixture, and of those that they are compared with or go on from, in the order of CASES."""
 
-    def of(cases, *others):
-        names = ran.intersection(cases).union(others)
+    def of(fixture, cases, *others):
+        items = [item for item in request.session.items if item.path == request.path]
+        params = [
+            item.callspec.params
+            for item in items
+            if fixture in item.fixturenames and hasattr(item, "callspec")
+        ]
+        names = {each["case"] for each in params}.intersection(cases).union(others)
         while True:
             more = {cases[name].get("as", name) for name in names}
             more |= {cases[name].get("resume", name).partition("/")[0] for name in names}

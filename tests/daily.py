@@ -2,8 +2,8 @@
 
 Each test function has a budget of seconds. `costs.json` has the seconds of one case of each test
 that would exceed it; of such a test a sample runs, which is always the same. A case that catches a
-planted fault runs, and a run of `--full`, of `-k` or of single tests has all. New costs, of
-what is measured by `pytest --full --junitxml=FILE`, or by a daily run: `tests/daily.py FILE`.
+planted fault runs, and a run of `--full`, of `-k` or of single tests has all. `tests/daily.py FILE`
+writes the costs from a report of `pytest --full --junitxml=FILE`, or of a daily run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,21 @@ SHARED = {
     "tests/drop_in/test_lightning.py": 3,
     "tests/drop_in/test_own_optimizers.py": 5,
     "tests/drop_in/test_trainers.py": 5,
-    "tests/drop_in/test_trl.py": 3,
 }
-WHOLE = ("tests/parity/test_known_bugs.py",)  # each of its cases was once a bug
+WHOLE = (
+    "tests/parity/test_known_bugs.py",  # each of its cases was once a bug
+    # These choose a sample themselves, in which every mesh, strategy or tier occurs.
+    "tests/device/test_device_meshes.py",
+    "tests/device/test_device_parity.py",
+    "tests/drop_in/test_trl.py",
+    "tests/parity/test_mesh_kills.py",
+    "tests/parity/test_meshes.py",
+    "tests/parity/test_parity.py",
+)
 WEEKLY = (  # tests that catch no planted fault alone and that other tests repeat in less time
     "tests/drop_in/test_hf_examples.py::test_accelerate",
     "tests/python/test_plan_command.py::test_proposed_configs_train",
+    "tests/python/test_train_3d.py::test_llama_with_virtual_stages_and_disk[cpu]",
 )
 
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -70,8 +71,11 @@ struct PlanReport {
   std::vector<Alternative>
       alternatives;  // first those that fit, tight ones after the others; the fastest first
   std::map<std::string, std::string>
-      same;          // omitted strategy -> a listed strategy that is equal on this mesh
-  std::string text;  // the alternatives as a table
+      same;  // omitted strategy -> a listed strategy that is equal on this mesh
+  // The best alternative with "comm.codec": "int8", if there are other ranks to exchange with and
+  // the config asks for no lossy wires itself.
+  std::optional<Alternative> codec{};
+  std::string text;  // the alternatives as a table, and a line about the codec
 };
 
 PENSTOCK_API const std::vector<std::string>& strategy_names();

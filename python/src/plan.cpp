@@ -37,6 +37,7 @@ py::dict report_of(const ModelTree& tree, const PlanQuestion& question) {
   py::dict dict;
   dict["alternatives"] = alternatives;
   dict["same"] = report.same;
+  dict["codec"] = report.codec ? py::object(dict_of(*report.codec)) : py::none();
   dict["text"] = report.text;
   return dict;
 }

@@ -7,11 +7,11 @@
 // thread submits a line with device collectives, it takes a turn for the line. A lane launches a
 // line's collectives when all earlier turns were left. A launch does not block, because
 // initialize() has connected the communicators. All engines that a process has on a device share
-// its turns, so the turns are kept by device. Messages between stages take no turns: see
-// StageLanes. Ranks submit their lines in one order, with
-// exceptions: if a parameter gets no gradient on one rank only, that rank submits the unit's
-// reduction, and the later ones, at the end of the backward if the unit's parameters do not move,
-// or if the unit runs several times in a forward (or in torch's reentrant checkpoint).
+// its turns, so the turns are kept by device. Messages between stages take no turns (StageLanes).
+// Ranks submit their lines in one order, with exceptions: if a parameter gets no gradient on one
+// rank only, that rank submits the unit's reduction, and the later ones, at the end of the backward
+// if the unit's parameters do not move, or if the unit runs several times in a forward (or in
+// torch's reentrant checkpoint).
 #include <c10/core/Device.h>
 
 #include <condition_variable>

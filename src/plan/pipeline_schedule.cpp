@@ -212,8 +212,13 @@ int next_stage(const Action& action, int num_stages) {
 
 std::vector<Action> in_rounds(const Schedule& schedule) {
   const int num_stages = schedule.num_stages();
+  const auto num_micro = static_cast<size_t>(schedule.num_micro());
+  const auto at = [&](const Action& action) {
+    return static_cast<size_t>(2 * action.stage + action.forward) * num_micro +
+           static_cast<size_t>(action.micro);
+  };
+  std::vector<bool> done(2 * static_cast<size_t>(num_stages) * num_micro, false);
   std::vector<size_t> next(schedule.ranks.size(), 0);
-  std::set<Action> done;
   std::vector<Action> order;
   for (bool any = true; any;) {
     any = false;
@@ -221,11 +226,11 @@ std::vector<Action> in_rounds(const Schedule& schedule) {
       if (next[rank] == schedule.ranks[rank].size()) continue;
       const Action& action = schedule.ranks[rank][next[rank]];
       const Action needed = before(action, num_stages);
-      if (needed.stage >= 0 && !done.contains(needed)) continue;
-      if (!action.forward && !done.contains({action.stage, true, action.micro})) continue;
+      if (needed.stage >= 0 && !done[at(needed)]) continue;
+      if (!action.forward && !done[at({action.stage, true, action.micro})]) continue;
       any = true;
       ++next[rank];
-      done.insert(action);
+      done[at(action)] = true;
       order.push_back(action);
     }
   }

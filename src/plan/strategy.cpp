@@ -90,6 +90,10 @@ bool is_exact_step(const CommConfig& comm, int64_t step) {
   return step <= comm.exact_first || (comm.exact_every > 0 && step % comm.exact_every == 0);
 }
 
+bool has_exact_steps(const CommConfig& comm) {
+  return comm.exact_first > 0 || comm.exact_every > 0;
+}
+
 bool can_rest_away(const std::string& strategy) {
   const Table table = preset(strategy, {});
   const Placement& rest = table.at(Role::kParam, Phase::kRest);
@@ -266,7 +270,7 @@ Ledger predict(const Config& config, ModelDesc model, bool external_optimizer) {
                      .external = external_optimizer});
   };
   Ledger ledger = ledger_of(table);
-  if (config.comm.exact_first == 0 && config.comm.exact_every == 0) return ledger;
+  if (!has_exact_steps(config.comm)) return ledger;
   // The peaks are those of exact steps too; the traffic is that of the other steps.
   Table exact = table;
   exact.wires = {};

@@ -50,6 +50,7 @@ Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config)
 Table table_of(const Config& config, const ModelDesc& model);
 // Returns whether step `step` (from 1) has plain wires (comm.exact_first, comm.exact_every).
 bool is_exact_step(const CommConfig& comm, int64_t step);
+bool has_exact_steps(const CommConfig& comm);
 // Returns whether the strategy's resting parameters are sharded, so that they can be on another
 // tier.
 bool can_rest_away(const std::string& strategy);

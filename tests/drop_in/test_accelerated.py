@@ -12,7 +12,7 @@ _OURS = {"PENSTOCK_AS_DEEPSPEED": "1"}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, names_of):
-    names = names_of(CASES, "stage2-saves", "stage3-saves")
+    names = names_of("found", CASES, "stage2-saves", "stage3-saves")
     folder = str(tmp_path_factory.mktemp("saved"))
     return run(sys.executable, "accelerated.py", 2, _OURS, [folder, *names])
 

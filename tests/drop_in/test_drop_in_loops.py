@@ -28,7 +28,7 @@ def recorded():
 
 @pytest.fixture(scope="module")
 def loops(names_of):
-    names = names_of(CASES, "dynamic-scale")
+    names = names_of("loops", CASES, "dynamic-scale")
     return run(sys.executable, "loops.py", 2, _OURS, names)
 
 

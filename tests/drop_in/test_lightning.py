@@ -9,7 +9,7 @@ from record import run
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, names_of):
-    names = names_of(CASES, "plain", "stage1", "stage2", "stage3")
+    names = names_of("found", CASES, "plain", "stage1", "stage2", "stage3")
     folder = str(tmp_path_factory.mktemp("saved"))
     return run(sys.executable, "lightnings.py", 2, {}, [folder, *names])
 

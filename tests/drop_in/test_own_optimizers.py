@@ -10,7 +10,7 @@ from record import run
 
 @pytest.fixture(scope="module")
 def found(names_of):
-    names = names_of(dict.fromkeys([*NAMES, *REFUSED], {}))
+    names = names_of("found", dict.fromkeys([*NAMES, *REFUSED], {}))
     return run(sys.executable, "own_optimizers.py", 2, {"PENSTOCK_AS_DEEPSPEED": "1"}, names)
 
 

@@ -17,13 +17,13 @@ _ONE_RANK = [
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, names_of):
     folder = str(tmp_path_factory.mktemp("two"))
-    return run(sys.executable, "trainers.py", 2, _OURS, [folder, *names_of(CASES)])
+    return run(sys.executable, "trainers.py", 2, _OURS, [folder, *names_of("two_ranks", CASES)])
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory, names_of):
     folder = str(tmp_path_factory.mktemp("one"))
-    return run(sys.executable, "trainers.py", 1, _OURS, [folder, *names_of(CASES)])
+    return run(sys.executable, "trainers.py", 1, _OURS, [folder, *names_of("one_rank", CASES)])
 
 
 def check(case, found):

@@ -16,7 +16,7 @@ def pytest_generate_tests(metafunc):
 def found(names_of, tmp_path_factory):
     """What each case gives on two ranks."""
     folder = str(tmp_path_factory.mktemp("trl"))
-    return run_trl(sys.executable, {"PENSTOCK_AS_DEEPSPEED": "1"}, names_of(CASES), folder)
+    return run_trl(sys.executable, {"PENSTOCK_AS_DEEPSPEED": "1"}, names_of("found", CASES), folder)
 
 
 def _same(mine, other):

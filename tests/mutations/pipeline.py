@@ -114,11 +114,13 @@ OVER_STAGES = [
         MESHES,
     ),
     Mutation(
-        "messages are expected in this rank's order",
+        "messages are expected in another order",
         LANES,
         "  for (const Action& made : in_rounds(schedule)) {\n",
-        "  for (const Action& made : schedule.ranks[static_cast<size_t>(index)]) {\n",
-        MESHES,
+        "  std::vector<Action> by_stage = in_rounds(schedule);\n"
+        "  std::sort(by_stage.begin(), by_stage.end());\n"
+        "  for (const Action& made : by_stage) {\n",
+        Pytest(("tests/parity/test_pipeline.py", "-k", "trains and zero1 and interleaved")),
     ),
     Mutation(
         "a backward by nothing of this rank's does not count",

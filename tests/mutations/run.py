@@ -1,6 +1,6 @@
 """Plants the bugs of table.py, one at a time, in a copy of the tree; a test must notice each.
 
-    .venv/bin/python tests/mutations/run.py [--only PATTERN] [--jobs N] [--tree FOLDER]
+    .venv/bin/python tests/mutations/run.py [--only PATTERN] [--part I/N] [--jobs N] [--tree FOLDER]
 
 Each bug has the one test that must catch it, mostly a C++ program: then nothing but that program is
 built. Exits with 1 when a bug survives or does not build. --tree keeps the copy and its build for
@@ -160,9 +160,9 @@ def check_without(tree: pathlib.Path, tests: list[Program | Pytest], jobs: int) 
 
 def run(tree: pathlib.Path, mutations: list[Mutation], jobs: int) -> int:
     copy_tree(tree)
-    subprocess.run(
-        ["cmake", "--preset", "release"], cwd=tree, check=True, stdout=subprocess.DEVNULL
-    )
+    # A bug then costs the compilation of one source, not of a batch.
+    configure = ["cmake", "--preset", "release", "-DPENSTOCK_UNITY=OFF"]
+    subprocess.run(configure, cwd=tree, check=True, stdout=subprocess.DEVNULL)
     try:
         check_without(tree, list(dict.fromkeys(mutation.test for mutation in mutations)), jobs)
     except Broken as error:
@@ -184,10 +184,14 @@ def run(tree: pathlib.Path, mutations: list[Mutation], jobs: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="mutations whose name matches this")
+    parser.add_argument("--part", default="1/1", help="1/4: the first quarter of them")
     parser.add_argument("--jobs", type=int, default=2, help="of the build")
     parser.add_argument("--tree", type=pathlib.Path, help="folder of the copy; kept")
     given = parser.parse_args()
     mutations = [mutation for mutation in MUTATIONS if re.search(given.only, mutation.name)]
+    part, parts = map(int, given.part.split("/"))
+    first, end = ((i * len(mutations)) // parts for i in (part - 1, part))
+    mutations = mutations[first:end]
     if given.tree is not None:
         given.tree.mkdir(parents=True, exist_ok=True)
         return run(given.tree.resolve(), mutations, given.jobs)

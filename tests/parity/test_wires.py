@@ -497,6 +497,8 @@ def measured_in_exact_steps(settings: dict[str, Any]) -> tuple[Any, Any]:
     engine = engine_of(settings)
     train_steps(engine, 0, 2)
     few = engine.ledger()["measured"]["exchanges"]
+    text = engine.explain()  # as of later steps
+    assert "all_gather(data:int8/128)" in text and "have plain wires in this plan" in text
     train_steps(engine, 2, 2)
     return few, engine.ledger()
 
@@ -544,15 +546,16 @@ REFUSED = {
 def test_exact_steps_without_effect_are_refused():
     import penstock  # noqa: PLC0415
 
-    def told(comm: dict[str, Any]) -> str:
+    def told(comm: dict[str, Any], table: dict[str, Any] | None = None) -> str:
         with pytest.raises(penstock.ConfigError) as error:
-            engine_of({"comm": comm}, Net())
+            engine_of({"comm": comm, "table": table or {}}, Net())
         return str(error.value)
 
-    assert '"comm.exact_first" is 3, which has no effect without comm.codec' in told(
-        {"exact_first": 3}
-    )
+    useless = '"comm.exact_first" is 3, which has no effect without comm.codec'
+    assert useless in told({"exact_first": 3})
+    assert useless in told({"exact_first": 3}, {"wire": {"grad": "plain"}})
     assert '"comm.exact_every" is 1, so all steps' in told({"codec": "int8", "exact_every": 1})
+    assert '"comm.exact_every" is 1, which has no effect' in told({"exact_every": 1})
     assert '"comm.exact_first" is -1' in told({"codec": "int8", "exact_first": -1})
 
 

@@ -67,7 +67,7 @@ def test_four_ranks_show_stages_order_and_memory(text):
     assert [found[1] for found in MEMORY.finditer(output)] == list("0123")
 
 
-@pytest.mark.parametrize("device", ["sim", "cpu"])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_llama_with_virtual_stages_and_disk(device, text):
     options = "--model llama --layers 4 --strategy zero3 --offload disk --schedule interleaved"
     output = train(text, *options.split(), "--device", device, ranks=2)

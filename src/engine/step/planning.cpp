@@ -13,6 +13,14 @@ RoleWires wires_of(const Config& config, const Table& table, int64_t step) {
 
 }  // namespace
 
+Plan Core::State::Planning::plan(Section section) const {
+  const exec::Executor& executor = *state.executor;
+  const Table& table = executor.table();
+  if (table.wires == state.planned_wires) return state.driver->plan(section);
+  return with_passes(plan_section(table, state.model, executor.mesh(), section), state.model,
+                     state.config);
+}
+
 void Core::State::Planning::make() const {
   exec::Executor& executor = *state.executor;
   Table table = executor.table();

@@ -9,6 +9,8 @@ namespace penstock {
 struct Core::State::Planning {
   // Plans step `steps + 1`. No section may be running.
   void make() const;
+  // Returns the section's plan, with the table's wires also if step `steps + 1` is exact.
+  Plan plan(Section section) const;
   // Between steps: makes new plans if step `steps + 1` has other wires than the plans.
   void follow_wires() const;
 

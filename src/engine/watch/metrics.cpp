@@ -15,6 +15,7 @@
 #include "penstock/report.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/engine/step/planning.h"
 #include "src/engine/watch/clock_offset.h"
 #include "src/engine/watch/observer.h"
 #include "src/plan/strategy.h"
@@ -124,7 +125,7 @@ void Core::State::Observer::describe() {
                       {"host", predicted.host},          {"disk", predicted.disk},
                       {"exchanges", predicted.exchanges}};
   for (const Section section : kSections) {
-    out["plan"][section_name(section)] = state.driver->plan(section).text();
+    out["plan"][section_name(section)] = Planning{state}.plan(section).text();
   }
   if (const auto seconds = predict()) {
     out["predicted"]["step_s"] = seconds->step_s;

@@ -3,6 +3,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/engine/step/core_state.h"
+#include "src/engine/step/planning.h"
 #include "src/mem/process_memory.h"
 #include "src/plan/strategy.h"
 
@@ -86,8 +87,12 @@ std::string Report::explain() const {
   }
   out += concat("units read outside their module: ", state_->order->spanning().size(),
                 "\nevents off plan so far: ", state_->driver->off_plan_events(), "\n");
+  if (has_exact_steps(state_->config.comm)) {
+    out += "exact steps (comm.exact_first, comm.exact_every) have plain wires in this plan\n";
+  }
   for (const Section section : kSections) {
-    out += concat("plan ", section_name(section), "\n", state_->driver->plan(section).text());
+    out += concat("plan ", section_name(section), "\n",
+                  Core::State::Planning{*state_}.plan(section).text());
   }
   return out;
 }

@@ -377,16 +377,26 @@ void parse_tiling(const Json& value, TilingConfig* tiling) {
     section.refuse_without_effect({"head"}, "while tiling.loss_tokens is 0");
 }
 
-// `wires`: whether the table has wires of its own.
+bool has_lossy_wire(const Config& config) {
+  const auto row = config.table.find(kWireRow);
+  if (row == config.table.end()) return false;
+  return std::any_of(row->second.begin(), row->second.end(),
+                     [](const auto& wire) { return wire.second != Wire().text(); });
+}
+
+// `wires`: whether the table has lossy wires of its own.
 void parse_codec(const ConfigSection& section, bool wires, CommConfig* comm) {
   comm->codec = section.choice("codec", comm->codec, {"none", "int8"});
   section.read_int("exact_first", &comm->exact_first, 0, "a whole number of steps >= 0");
   section.read_int("exact_every", &comm->exact_every, 0, "a whole number of steps >= 0 (0 = none)");
-  if (comm->exact_every == 1)
-    fail("\"comm.exact_every\" is 1, so all steps would be exact: leave the codec out");
   if (comm->codec == "none" && !wires) {
     section.refuse_without_effect({"exact_first", "exact_every"},
-                                  "without comm.codec or table.wire");
+                                  "without comm.codec or a lossy table.wire");
+  }
+  if (comm->exact_every == 1) {
+    fail(
+        "\"comm.exact_every\" is 1, so all steps would be exact: leave out comm.codec and "
+        "table.wire, or set it to 0 (none) or at least 2");
   }
 }
 
@@ -465,7 +475,7 @@ void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("units")) parse_units(*value, &config->units);
   if (const Json* value = top.find("tiling")) parse_tiling(*value, &config->tiling);
   if (const Json* value = top.find("comm"))
-    parse_comm(*value, config->table.contains(kWireRow), &config->comm);
+    parse_comm(*value, has_lossy_wire(*config), &config->comm);
   parse_activations(top, config);
   parse_loss_scale(top, config);
   if (const Json* value = top.find("checkpoint")) {

@@ -408,6 +408,7 @@ class Simulation : StateBytes {
       const int64_t here = bytes(role, unit, place, chunk);
       if (move.is_collective()) {
         send_collective(move, piece_bytes(move, here, role, unit, place), phase);
+        if (move.wire.lossy()) ledger_.coded[phase] += coded_values(move, role, unit, place);
       } else if (move.kind == MoveKind::kCopy) {
         const bool disk = move.from == Tier::kDisk || move.to == Tier::kDisk;
         ledger_.sent[phase][disk ? "host-disk" : "device-host"] += here;

@@ -27,6 +27,8 @@ struct Ledger {
   // -> bytes. Links: "node" (between nodes), "local" (inside a node), "pipeline" (between stages),
   // "device-host", "host-disk".
   std::map<std::string, std::map<std::string, int64_t>> sent;
+  // Values that this rank encodes and decodes for lossy wires in one step: phase -> number.
+  std::map<std::string, int64_t> coded;
   int64_t exchanges = 0;  // with peers, in one training step
   std::string text() const;
 };

@@ -162,6 +162,18 @@ class StateBytes {
     return sum;
   }
 
+  // Returns the number of values that a rank encodes and decodes in a collective. `place`: before
+  // it.
+  int64_t coded_values(const Move& move, Role role, int unit, const Placement& place) const {
+    const int64_t size = group_size(move);
+    int64_t numel = 0;
+    for_each_flat(role, {unit},
+                  [&](const FlatDesc& flat) { numel += flat.numel / num_shards(place, mesh_); });
+    if (size == 1) return 0;
+    if (move.kind == MoveKind::kAllGather) return numel * (1 + size);
+    return 2 * numel + (move.kind == MoveKind::kAllReduce ? numel / size + numel : 0);
+  }
+
   // Returns the memory for a flat's encoded pieces. A sum has pieces to send and received pieces.
   int64_t encoded_bytes(const Pass& pass, const FlatDesc& flat) const {
     const int64_t members = group_size(pass);

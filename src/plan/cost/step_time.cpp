@@ -39,6 +39,11 @@ StepTime step_time(const Work& work, const Ledger& ledger, const Machine& machin
       lanes[phase][link + " link"] = static_cast<double>(bytes) / links.at(link);
     }
   }
+  for (const auto& [phase, values] : ledger.coded) {
+    std::map<std::string, double>& lane = lanes[phase];
+    lane[lane.contains("node link") ? "node link" : "local link"] +=
+        static_cast<double>(values) * kCodecBytes / machine.device_memory;
+  }
   lanes["forward"]["compute"] = flops / machine.flops;
   lanes["backward"]["compute"] = (flops + trained) / machine.flops;
   lanes["update"]["optimizer"] = static_cast<double>(work.updated_params) * kUpdateBytes / memory;

@@ -14,6 +14,7 @@ struct TimeCase {
   std::map<std::string, std::map<std::string, int64_t>> sent;
   double forward, backward, update;
   const char* longest;
+  std::map<std::string, int64_t> coded{};
 };
 
 const TimeCase kCases[] = {
@@ -47,6 +48,14 @@ const TimeCase kCases[] = {
      0,
      0,
      "forward, device-host link"},
+    {"the codec works before and after the exchange",
+     {},
+     {{"forward", {{"local", 100}, {"node", 100}}}},
+     3,
+     0,
+     0,
+     "forward, node link",
+     {{"forward", 280}}},
     {"the device's optimizer", {0, 0, 0, 1000, false}, {}, 0, 0, 10, "update, optimizer"},
     {"the CPU's optimizer, ten times slower here",
      {0, 0, 0, 1000, true},
@@ -68,6 +77,7 @@ TEST(StepTimeTest, PhasesTakeTheirLongestLane) {
   for (const TimeCase& c : kCases) {
     Ledger ledger;
     ledger.sent = c.sent;
+    ledger.coded = c.coded;
     const StepTime time = step_time(c.work, ledger, kMachine);
     EXPECT_DOUBLE_EQ(time.forward, c.forward) << c.name;
     EXPECT_DOUBLE_EQ(time.backward, c.backward) << c.name;

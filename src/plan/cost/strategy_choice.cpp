@@ -198,6 +198,12 @@ std::vector<Alternative> alternatives(const Question& question, const ModelDesc&
   return all;
 }
 
+std::string seconds_text(double seconds) {
+  std::ostringstream text;
+  text << std::setprecision(3) << seconds;
+  return text.str();
+}
+
 std::string choice_text(const std::vector<Alternative>& alternatives) {
   const bool moves = std::any_of(alternatives.begin(), alternatives.end(),
                                  [](const auto& one) { return one.gradients != "none"; });
@@ -209,8 +215,6 @@ std::string choice_text(const std::vector<Alternative>& alternatives) {
     const auto bytes = [](int64_t count) {
       return count == 0 ? "-" : format_bytes(static_cast<double>(count));
     };
-    std::ostringstream seconds;
-    seconds << std::setprecision(3) << one.seconds;
     const std::string waits = one.longest.empty() ? "" : "longest: " + one.longest;
     std::vector<std::string> why;
     if (!one.fits) why.push_back(one.over);
@@ -218,7 +222,7 @@ std::string choice_text(const std::vector<Alternative>& alternatives) {
     if (one.tight) why.emplace_back("less than a tenth to spare");
     if (one.fits && !waits.empty()) why.push_back(waits);
     rows.push_back({one.strategy, one.optimizer, one.params, bytes(one.device), bytes(one.host),
-                    bytes(one.disk), seconds.str(),
+                    bytes(one.disk), seconds_text(one.seconds),
                     !one.fits ? "no" : (one.tight ? "tight" : "yes"), join(why, "; ")});
     if (moves) rows.back().insert(rows.back().begin() + 3, one.gradients);
   }

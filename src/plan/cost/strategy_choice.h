@@ -34,6 +34,7 @@ std::vector<Alternative> alternatives(const Question& question, const ModelDesc&
 // Returns the config with the alternative's strategy and tiers.
 Config with(const Config& config, const Alternative& chosen);
 
+std::string seconds_text(double seconds);  // three digits
 // One line per alternative, with reasons.
 std::string choice_text(const std::vector<Alternative>& alternatives);
 

@@ -33,6 +33,16 @@ bool equal_on(const Mesh& mesh, const std::string& a, const std::string& b) {
   return cells_on(mesh, a) == cells_on(mesh, b) && can_rest_away(a) == can_rest_away(b);
 }
 
+// A gain below a twentieth is below what the prediction can tell.
+std::string codec_text(const Alternative& best, const Alternative& codec) {
+  const bool pays = codec.seconds < 0.95 * best.seconds;
+  return concat(
+      "\"comm.codec\": \"int8\" would take ", seconds_text(codec.seconds), " s/step with ",
+      codec.strategy, ", not ", seconds_text(best.seconds), ": it ",
+      pays ? "pays here, but rounds gradients and parameters on their way" : "does not pay here",
+      "\n");
+}
+
 std::string text_of(const PlanReport& report, const PlanQuestion& asked, size_t num_units,
                     int64_t num_params) {
   std::string text = concat(num_params, " parameters in ", num_units, " units, ", asked.world_size,
@@ -43,7 +53,19 @@ std::string text_of(const PlanReport& report, const PlanQuestion& asked, size_t 
   for (const auto& [name, twin] : report.same) {
     text += concat(name, " is ", twin, " on this mesh\n");
   }
+  if (report.codec) text += codec_text(report.alternatives.front(), *report.codec);
   return text;
+}
+
+// Returns the best alternative with encoded exchanges.
+std::optional<Alternative> with_codec(Question question, const ModelDesc& model) {
+  Config& config = question.asked.config;
+  const bool has_wires = config.comm.codec != "none" || config.table.contains(kWireRow);
+  if (has_wires || mesh_of(config).world() == 1) return {};
+  config.comm.codec = "int8";
+  const std::vector<Alternative> all = alternatives(question, model);
+  if (all.empty() || !all.front().fits) return {};
+  return all.front();
 }
 
 }  // namespace
@@ -69,6 +91,7 @@ PlanReport compare(const PlanQuestion& asked, const ModelDesc& model, int64_t nu
     open_all(question);
     report.alternatives = alternatives(question, model);
   }
+  report.codec = with_codec(question, model);
   report.text = text_of(report, asked, model.units.size(), num_params);
   return report;
 }

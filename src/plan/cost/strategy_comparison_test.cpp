@@ -50,5 +50,31 @@ TEST(Comparison, TheTextNamesTheModelTheRoomAndTheTwins) {
       << text;
 }
 
+TEST(Comparison, ACodecPaysIfLinksAreSlow) {
+  const auto report_with = [](const char* config, double node) {
+    PlanQuestion asked{.config = Config::parse(config),
+                       .world_size = 4,
+                       .tokens = 64,
+                       .machine = Machine::cpu(),
+                       .room = {}};
+    asked.machine.node = node;
+    asked.config.resolve(4);
+    ModelDesc model;
+    model.units = {{.name = "root", .flats = {}},
+                   {.name = "block", .flats = {{1 << 20, Dtype::kBf16}}}};
+    assume_order(model, true);
+    return compare(asked, model, 1 << 20);
+  };
+  constexpr const char* kNodes = R"({"mesh": {"node": 2}})";
+  const PlanReport slow = report_with(kNodes, 1e6), fast = report_with(kNodes, 1e12);
+  ASSERT_TRUE(slow.codec && fast.codec);
+  EXPECT_LT(slow.codec->seconds, 0.7 * slow.alternatives.front().seconds);
+  EXPECT_NE(slow.text.find("it pays here"), std::string::npos) << slow.text;
+  EXPECT_NE(fast.text.find("it does not pay here"), std::string::npos) << fast.text;
+  const PlanReport asks = report_with(R"({"mesh": {"node": 2}, "comm": {"codec": "int8"}})", 1e6);
+  EXPECT_FALSE(asks.codec);
+  EXPECT_DOUBLE_EQ(asks.alternatives.front().seconds, slow.codec->seconds);
+}
+
 }  // namespace
 }  // namespace penstock::strategy_comparison_test
