@@ -95,12 +95,9 @@ def names_of(request):
 
     def of(fixture, cases, *others):
         items = [item for item in request.session.items if item.path == request.path]
-        params = [
-            item.callspec.params
-            for item in items
-            if fixture in item.fixturenames and hasattr(item, "callspec")
-        ]
-        names = {each["case"] for each in params}.intersection(cases).union(others)
+        needs = [item for item in items if fixture in item.fixturenames]
+        params = [item.callspec.params for item in needs if hasattr(item, "callspec")]
+        names = {each.get("case") for each in params}.intersection(cases).union(others)
         while True:
             more = {cases[name].get("as", name) for name in names}
             more |= {cases[name].get("resume", name).partition("/")[0] for name in names}
