@@ -15,7 +15,7 @@ PENSTOCK_API int64_t penstock_bench_encoded_bytes(int64_t numel, const char* wir
 PENSTOCK_API void penstock_bench_encode(void* to, void* from, int bf16, int64_t numel,
                                         const char* wire) {
   const auto dtype = bf16 != 0 ? penstock::Dtype::kBf16 : penstock::Dtype::kFp32;
-  penstock::device::encode(to, from, dtype, numel, penstock::Wire::parse(wire), {1, 0});
+  penstock::device::encode(to, {from, dtype, numel}, penstock::Wire::parse(wire), {1, 0});
 }
 
 // Sums `count` encoded pieces that lie one after another.

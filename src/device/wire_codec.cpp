@@ -10,7 +10,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -193,21 +195,52 @@ void for_each_tile(int64_t numel, const Run& run) {
   });
 }
 
-void encode_on_host(char* to, const char* from, Dtype dtype, int64_t numel, const Wire& wire,
-                    const Noise& noise) {
+// Reads what earlier encodings of a tile rounded away, and adds it to the values.
+void feed(float* values, float* before, int64_t count, const Residual& residual) {
+  if (residual.before.data == nullptr) {
+    std::fill(before, before + count, 0.0F);
+    return;
+  }
+  host::take(before, Dtype::kFp32, residual.before.host(), residual.dtype, count, false);
+  residual.for_each_range(count, [&](int64_t begin, int64_t end, bool idle) {
+    for (int64_t i = begin; i < end && !idle; ++i) values[i] += before[i];
+  });
+}
+
+// Decoded values are NaN in exactly the blocks that are not finite.
+void leave_residual(float* values, const float* before, int64_t count, const Wire& wire,
+                    const Encoded& encoded, const Residual& residual) {
+  alignas(64) float decoded[kTile];
+  HWY_DYNAMIC_DISPATCH(add_decoded)(decoded, count, wire, encoded, false);
+  residual.for_each_range(count, [&](int64_t begin, int64_t end, bool idle) {
+    for (int64_t i = begin; i < end && idle; ++i) values[i] += before[i];
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    const float left = values[i] - decoded[i];
+    values[i] = decoded[i] == decoded[i] ? left : before[i];
+  }
+  host::take(residual.after.host(), residual.dtype, values, Dtype::kFp32, count, false);
+}
+
+void encode_on_host(char* to, const PlainValues& values, const Wire& wire, const Noise& noise,
+                    const Residual& residual) {
+  const auto& [from, dtype, numel] = values;
   const Encoded all = Encoded::of(to, numel, wire);
   for_each_tile(numel, [&](int64_t at, int64_t count) {
-    alignas(64) float tile[kTile];
-    const char* const source = from + at * dtype_bytes(dtype);
-    const auto* values = reinterpret_cast<const float*>(source);
-    if (dtype != Dtype::kFp32 || count % wire.block != 0) {
+    alignas(64) float tile[kTile], before[kTile];
+    const char* const source = from.host() + at * dtype_bytes(dtype);
+    const auto* read = reinterpret_cast<const float*>(source);
+    if (residual.kept() || dtype != Dtype::kFp32 || count % wire.block != 0) {
       host::take(tile, Dtype::kFp32, source, dtype, count, false);
       std::fill(tile + count, tile + (count + wire.block - 1) / wire.block * wire.block, 0.0F);
-      values = tile;
+      read = tile;
     }
+    const Residual here = residual.from(at);
+    if (residual.kept()) feed(tile, before, count, here);
+    const Encoded encoded = all.from(at, wire);
     HWY_DYNAMIC_DISPATCH(encode_blocks)
-    (values, count, wire, keys_of(noise), static_cast<uint32_t>(noise.first + at),
-     all.from(at, wire));
+    (read, count, wire, keys_of(noise), static_cast<uint32_t>(noise.first + at), encoded);
+    if (residual.kept()) leave_residual(tile, before, count, wire, encoded, here);
   });
   const int64_t end = wire.scale_bytes(numel) + wire.value_bytes(numel);
   std::memset(to + end, 0, static_cast<size_t>(wire.encoded_bytes(numel) - end));
@@ -260,49 +293,6 @@ at::Tensor noise_on_device(int64_t first, int64_t count, const Keys& keys,
   return shifted(x.bitwise_xor(shifted(x, 16)), 16).to(at::kFloat).mul_(0x1p-16);
 }
 
-void encode_on_device(Address to, Address from, Dtype dtype, int64_t numel, const Wire& wire,
-                      const Noise& noise) {
-  const Unseen unseen;
-  const at::Tensor scales = view(to, at::kFloat, wire.num_blocks(numel));
-  const Address codes = to + wire.scale_bytes(numel);
-  const double levels = wire.levels();
-  for (int64_t at = 0; at < numel; at += kPiece) {
-    const int64_t count = std::min(kPiece, numel - at);
-    const at::Tensor values =
-        rows_of(view(from + at * dtype_bytes(dtype), dtype, count).to(at::kFloat), wire.block);
-    const at::Tensor largest = values.abs().amax({1}, true);  // NaN if a value is NaN
-    const at::Tensor counts = at::full_like(largest, levels);
-    const at::Tensor zero = largest.lt(kLeast), whole = largest.isfinite();
-    const at::Tensor step = largest.div(counts).masked_fill_(zero, 0.0).masked_fill_(
-        whole.logical_not(), std::numeric_limits<double>::quiet_NaN());
-    const at::Tensor inverse =
-        counts.div(largest).masked_fill_(zero.logical_or(whole.logical_not()), 0.0);
-    scales.narrow(0, at / wire.block, largest.numel()).copy_(step.flatten());
-    at::Tensor scaled = values.mul(inverse);
-    if (wire.rounding == Rounding::kStochastic) {
-      scaled
-          .add_(noise_on_device(noise.first + at, values.numel(), keys_of(noise), scaled.options())
-                    .view(values.sizes()))
-          .floor_();
-    } else {
-      scaled.round_();
-    }
-    const at::Tensor rounded =
-        scaled.nan_to_num_(0.0).clamp_(-levels, levels).to(at::kChar).flatten().narrow(0, 0, count);
-    if (wire.code == Code::kInt8) {
-      view(codes + at, at::kChar, count).copy_(rounded);
-      continue;
-    }
-    at::Tensor halves = at::zeros({(count + 1) / 2 * 2}, rounded.options().dtype(at::kByte));
-    halves.narrow(0, 0, count).copy_(rounded.bitwise_and(15));
-    const at::Tensor pairs = halves.view({-1, 2});
-    view(codes + at / 2, at::kByte, (count + 1) / 2)
-        .copy_(pairs.select(1, 0).bitwise_or(pairs.select(1, 1).bitwise_left_shift(4)));
-  }
-  const int64_t end = wire.scale_bytes(numel) + wire.value_bytes(numel);
-  view(to + end, at::kByte, wire.encoded_bytes(numel) - end).zero_();
-}
-
 // Returns the decoded values [at, at + count) of a piece in fp32.
 at::Tensor decoded_on_device(Address piece, int64_t numel, int64_t at, int64_t count,
                              const Wire& wire) {
@@ -320,6 +310,82 @@ at::Tensor decoded_on_device(Address piece, int64_t numel, int64_t at, int64_t c
   const at::Tensor scales =
       view(piece, at::kFloat, wire.num_blocks(numel)).narrow(0, at / wire.block, rows.size(0));
   return rows.mul(scales.unsqueeze(1)).flatten().narrow(0, 0, count);
+}
+
+// Rounds values, in rows of one block, to whole steps. `scales` receives the steps.
+at::Tensor rounded_on_device(const at::Tensor& rows, const Wire& wire, const Noise& noise,
+                             const at::Tensor& scales) {
+  const double levels = wire.levels();
+  const at::Tensor largest = rows.abs().amax({1}, true);  // NaN if a value is NaN
+  const at::Tensor counts = at::full_like(largest, levels);
+  const at::Tensor zero = largest.lt(kLeast), whole = largest.isfinite();
+  const at::Tensor step = largest.div(counts).masked_fill_(zero, 0.0).masked_fill_(
+      whole.logical_not(), std::numeric_limits<double>::quiet_NaN());
+  const at::Tensor inverse =
+      counts.div(largest).masked_fill_(zero.logical_or(whole.logical_not()), 0.0);
+  scales.copy_(step.flatten());
+  at::Tensor scaled = rows.mul(inverse);
+  if (wire.rounding == Rounding::kStochastic) {
+    scaled
+        .add_(noise_on_device(noise.first, rows.numel(), keys_of(noise), scaled.options())
+                  .view(rows.sizes()))
+        .floor_();
+  } else {
+    scaled.round_();
+  }
+  return scaled.nan_to_num_(0.0).clamp_(-levels, levels).to(at::kChar).flatten();
+}
+
+// Returns the part of a residual that is idle; an undefined tensor if none is.
+at::Tensor held_back(const at::Tensor& before, const Residual& residual) {
+  at::Tensor held;
+  residual.for_each_range(before.numel(), [&](int64_t begin, int64_t end, bool idle) {
+    if (!idle) return;
+    if (!held.defined()) held = at::zeros_like(before);
+    held.narrow(0, begin, end - begin).copy_(before.narrow(0, begin, end - begin));
+  });
+  return held;
+}
+
+void encode_on_device(Address to, const PlainValues& values, const Wire& wire, const Noise& noise,
+                      const Residual& residual) {
+  const Unseen unseen;
+  const auto& [from, dtype, numel] = values;
+  const at::Tensor scales = view(to, at::kFloat, wire.num_blocks(numel));
+  const Address codes = to + wire.scale_bytes(numel);
+  for (int64_t at = 0; at < numel; at += kPiece) {
+    const int64_t count = std::min(kPiece, numel - at);
+    at::Tensor addends = view(from + at * dtype_bytes(dtype), dtype, count).to(at::kFloat);
+    const Residual here = residual.from(at);
+    at::Tensor before, held;  // held: the part of `before` that is not added
+    if (here.kept() && here.before.data != nullptr) {
+      before = view(here.before, here.dtype, count).to(at::kFloat);
+      held = held_back(before, here);
+      addends = addends.add(held.defined() ? before.sub(held) : before);
+    }
+    const at::Tensor rows = rows_of(addends, wire.block);
+    const at::Tensor rounded =
+        rounded_on_device(rows, wire, {noise.key, noise.first + at},
+                          scales.narrow(0, at / wire.block, rows.size(0)))
+            .narrow(0, 0, count);
+    if (wire.code == Code::kInt8) {
+      view(codes + at, at::kChar, count).copy_(rounded);
+    } else {
+      at::Tensor halves = at::zeros({(count + 1) / 2 * 2}, rounded.options().dtype(at::kByte));
+      halves.narrow(0, 0, count).copy_(rounded.bitwise_and(15));
+      const at::Tensor pairs = halves.view({-1, 2});
+      view(codes + at / 2, at::kByte, (count + 1) / 2)
+          .copy_(pairs.select(1, 0).bitwise_or(pairs.select(1, 1).bitwise_left_shift(4)));
+    }
+    if (!here.kept()) continue;
+    const at::Tensor decoded = decoded_on_device(to, numel, at, count, wire);
+    if (!before.defined()) before = at::zeros_like(decoded);
+    if (held.defined()) addends = addends.add(held);
+    view(here.after, here.dtype, count)
+        .copy_(at::where(decoded.isnan(), before, addends.sub(decoded)));
+  }
+  const int64_t end = wire.scale_bytes(numel) + wire.value_bytes(numel);
+  view(to + end, at::kByte, wire.encoded_bytes(numel) - end).zero_();
 }
 
 void sum_pieces_on_device(const Sum& sum, const Wire& wire) {
@@ -340,11 +406,26 @@ void sum_pieces_on_device(const Sum& sum, const Wire& wire) {
 
 }  // namespace
 
-void encode(Address to, Address from, Dtype dtype, int64_t numel, const Wire& wire,
-            const Noise& noise) {
+void add_residual(const Residual& residual, Address addends, Dtype dtype, int64_t numel) {
+  if (residual.before.data == nullptr) return;
+  residual.for_each_range(numel, [&](int64_t begin, int64_t end, bool idle) {
+    PENSTOCK_ASSERT(residual.kept() || !idle, "[device::add_residual] nothing keeps the residual");
+    const Residual here = residual.from(begin);
+    const int64_t count = end - begin, bytes = count * dtype_bytes(residual.dtype);
+    if (!idle) {
+      take(addends + begin * dtype_bytes(dtype), dtype, here.before, here.dtype, count, true);
+      if (here.kept()) zero(here.after, bytes);
+    } else if (here.after != here.before) {
+      copy(here.after, here.before, bytes);
+    }
+  });
+}
+
+void encode(Address to, const PlainValues& values, const Wire& wire, const Noise& noise,
+            const Residual& residual) {
   PENSTOCK_ASSERT(wire.lossy(), "[device::encode] the plain wire has no encoded form");
-  if (to.device != nullptr) return encode_on_device(to, from, dtype, numel, wire, noise);
-  encode_on_host(to.host(), from.host(), dtype, numel, wire, noise);
+  if (to.device != nullptr) return encode_on_device(to, values, wire, noise, residual);
+  encode_on_host(to.host(), values, wire, noise, residual);
 }
 
 void decode(Address to, Dtype dtype, Address from, int64_t numel, const Wire& wire) {
@@ -368,7 +449,7 @@ at::Tensor coded(Address values, Dtype from, Dtype dtype, int64_t numel,
   take(at, dtype, values, from, numel, false);
   for (const Wire& wire : wires) {
     const at::Tensor bytes = at::empty({wire.encoded_bytes(numel)}, where.dtype(at::kByte));
-    encode(address_of(bytes, values.device), at, dtype, numel, wire, {});
+    encode(address_of(bytes, values.device), {at, dtype, numel}, wire, {});
     decode(at, dtype, address_of(bytes, values.device), numel, wire);
   }
   return made;

@@ -96,7 +96,7 @@ Bytes encoded(const Bytes& from, Dtype dtype, const Wire& wire, const Noise& noi
               const Device* device = nullptr) {
   const auto numel = static_cast<int64_t>(from.size()) / dtype_bytes(dtype);
   Bytes bytes(static_cast<size_t>(wire.encoded_bytes(numel)), 'x');
-  encode({bytes.data(), device}, {const_cast<char*>(from.data()), device}, dtype, numel, wire,
+  encode({bytes.data(), device}, {{const_cast<char*>(from.data()), device}, dtype, numel}, wire,
          noise);
   return bytes;
 }

@@ -18,14 +18,16 @@ void EncodedPass::add_gather(Address own, Address full, Dtype dtype, int64_t num
   add({.own = own, .full = full, .dtype = dtype, .numel = numel});
 }
 
-void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise) {
+void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise,
+                          const device::Residual& residual) {
   sums_ = true;
   everywhere_ = everywhere;
   Encoding part{.full = buffer.partial,
                 .sum = buffer,
                 .dtype = buffer.dtype,
                 .numel = buffer.numel / members_.size(),
-                .noise = noise};
+                .noise = noise,
+                .residual = residual};
   if (everywhere) {  // the sum is made in place of this rank's own addends
     part.sum.result = shard(part, buffer.partial, members_.index);
     part.sum.result_dtype = buffer.dtype;
@@ -56,8 +58,8 @@ void EncodedPass::run(comm::Channel& channel, const comm::Label& label, Address 
 // This rank's own shard is decoded as well, so that all members have equal values.
 void EncodedPass::gather(comm::Channel& channel, const comm::Label& label, Address room) {
   for (const Encoding& part : parts_) {
-    device::encode(room + members_.index * piece_ + part.offset, part.own, part.dtype, part.numel,
-                   wire_, {key(part, channel.step()), 0});
+    device::encode(room + members_.index * piece_ + part.offset,
+                   {part.own, part.dtype, part.numel}, wire_, {key(part, channel.step()), 0});
   }
   channel.all_gather(label, members_, {{room, piece_}});
   for (int member = 0; member < members_.size(); ++member) {
@@ -73,8 +75,9 @@ void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address 
   for (int member = 0; member < members_.size(); ++member) {
     const Address piece = room + member * piece_;
     for (const Encoding& part : parts_) {
-      device::encode(piece + part.offset, shard(part, part.full, member), part.dtype, part.numel,
-                     wire_, {key(part, channel.step()), member * part.numel});
+      const int64_t first = member * part.numel;
+      device::encode(piece + part.offset, {shard(part, part.full, member), part.dtype, part.numel},
+                     wire_, {key(part, channel.step()), first}, part.residual.from(first));
     }
   }
   device::copy(received + members_.index * piece_, room + members_.index * piece_, piece_);

@@ -26,8 +26,9 @@ class EncodedPass {
   // shards of all members. `own` may be in its place in `full`.
   void add_gather(device::Address own, device::Address full, Dtype dtype, int64_t numel);
   // Adds a sum. Its scratch is not used. If `everywhere`, all shards of the sum replace `partial`.
-  // `noise`: from the flat and the backward.
-  void add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise);
+  // `noise`: from the flat and the backward. `residual`: of all addends; not if `everywhere`.
+  void add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise,
+               const device::Residual& residual = {});
 
   // Returns the bytes that run() needs.
   int64_t room_bytes() const;
@@ -41,6 +42,7 @@ class EncodedPass {
     int64_t numel = 0;   // of one shard
     int64_t offset = 0;  // in an encoded piece
     uint64_t noise = 0;
+    device::Residual residual{};
   };
   void add(Encoding part);
   uint64_t key(const Encoding& part, int64_t step) const;

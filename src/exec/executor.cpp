@@ -128,6 +128,8 @@ void Executor::move(const PlannedStep& planned) {
       return updates_.move(planned);
     case Role::kAct:
       return move_act(planned);
+    case Role::kResidual:
+      throw Bug("[exec::move] residuals have no moves of their own");
   }
 }
 

@@ -161,6 +161,7 @@ void Flat::free() {
   params.clear();
   grads.clear();
   chunks.clear();
+  residual = {};
   gradient32.reset();
   norm_there.reset();
   sum_there.reset();

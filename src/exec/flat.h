@@ -12,6 +12,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -125,6 +126,14 @@ class Flat {
   }
 
   void free();  // frees all buffers; no parameter may have a window into them
+
+  // [Note: Residuals] Memory only while it is not zero. `next`: what the sums of this window left;
+  // it replaces `kept` when an update follows, and is dropped with the window otherwise.
+  struct Feedback {
+    Buffer kept;
+    std::optional<Buffer> next;
+  };
+  Feedback residual;
 
   int64_t element_bytes() const { return dtype_bytes(dtype); }
 

@@ -200,9 +200,12 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       }
       const device::Address data = start.memory ? start.data() : sum->one().data();
       flat.uncount();
+      mem::Lease retired;
+      const device::Residual residual = residuals_.begin(flat, walk->route(), &retired);
       walk->add({data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
-                 start.moving, &flat.squares, &flat.norm_there, noise_of(flat, number_)});
-      moved_.push_back({&flat, to, std::move(source->one().memory), start.moving});
+                 start.moving, &flat.squares, &flat.norm_there, noise_of(flat, number_), residual});
+      moved_.push_back(
+          {&flat, to, std::move(source->one().memory), start.moving, std::move(retired)});
       source->valid = false;
       std::erase_if(flat.grads, [](const Copy& c) { return !c.valid && !c.one().on_disk(); });
     }
@@ -375,6 +378,7 @@ void Gradients::clear(Flat& flat) {
   for (ChunkState& chunk : flat.chunks) rank_.traffic.drop(chunk.gradient);
   flat.unpacked.clear();
   std::erase_if(flat.grads, [](const Copy& copy) { return !copy.one().on_disk(); });
+  Residuals::drop(flat);
   flat.gradient32.reset();
   flat.summed = 1;
   flat.uncount();

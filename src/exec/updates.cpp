@@ -171,6 +171,7 @@ void Updates::norm(const comm::Label& label) {
   }
   seen_.grad_norm = std::sqrt(total) / divisor;
   grad_scale_ = static_cast<float>(gradient_scale(divisor, seen_.grad_norm, update_.clip));
+  gradients_.residuals().commit();
   bump_versions();
   if (update_.external) {
     prepare_external();

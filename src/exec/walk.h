@@ -28,6 +28,8 @@ struct Travel {
   double* squares = nullptr;
   at::Tensor* norm_there = nullptr;
   uint64_t noise = 0;  // for sums by a lossy wire ([Note: Noise])
+  // Of the addends of the first sum, on any tier ([Note: Residuals]).
+  device::Residual residual{};
 };
 
 class Walk {
@@ -71,6 +73,10 @@ class Walk {
   int64_t lay_out_collective(size_t pass);
   void local(size_t pass) const;
   void add_encoded(size_t pass);
+  size_t first_sum() const;
+  void place_residuals(size_t pass);
+  void bring_residuals(size_t pass) const;
+  void return_residuals(size_t pass) const;
   void gather(size_t pass, comm::Channel& channel, const comm::Label& label);
   void reduce(size_t pass, comm::Channel& channel, const comm::Label& label);
   void arrive() const;
@@ -82,6 +88,7 @@ class Walk {
   std::vector<Travel> travels_;
   std::vector<std::vector<device::Address>> stops_;       // by travel, then by pass
   std::vector<device::Address> received_;                 // by travel
+  std::vector<device::Residual> residuals_;               // by travel: in the memory of its sum
   std::vector<std::vector<comm::GatherBuffer>> gathers_;  // by pass, then by travel
   std::vector<std::vector<comm::ReduceBuffer>> reduces_;
   std::vector<EncodedPass> encoded_;           // by pass; without buffers if its wire is plain

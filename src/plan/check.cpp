@@ -25,6 +25,7 @@ class Checker {
     dtypes();
     updates();
     wires();
+    residuals();
     if (conditions.own_optimizer) leaves_state_alone();
     if (conditions.late_update && written_.rests_whole()) {
       refuse(Role::kParam, Phase::kRest, "late",
@@ -132,10 +133,10 @@ class Checker {
         return wire.lossy() && wire.rounding == rounding;
       });
     };
-    if (rounds(Role::kGrad, Rounding::kNearest)) {
+    if (rounds(Role::kGrad, Rounding::kNearest) && !table_.keeps_residual()) {
       refuse_wire(Role::kGrad,
                   "nearest rounding loses gradients below half a step in every step: "
-                  "write stochastic");
+                  "write stochastic, or keep what it loses in table.residual.rest");
     }
     if (rounds(Role::kParam, Rounding::kStochastic)) {
       refuse_wire(Role::kParam,
@@ -153,6 +154,46 @@ class Checker {
                   concat("no parameter travels over the axis ", axis_name(axis),
                          " while table.param.rest is \"",
                          written_.at(Role::kParam, Phase::kRest).text(), "\": leave it out"));
+    }
+  }
+
+  // residual: it has the layout of the addends of the one sum that rounds.
+  void residuals() const {
+    if (!table_.keeps_residual() || mesh_.world() == 1) return;
+    const auto refuse_residual = [&](const std::string& why) {
+      refuse(Role::kResidual, Phase::kRest, "residual", why);
+    };
+    const Placement& rest = cell(Role::kResidual, Phase::kRest);
+    const std::vector<LossySum> sums = lossy_sums(table_, mesh_);
+    if (sums.empty()) {
+      refuse_residual(
+          "no sum of gradients rounds anything: set a lossy table.wire.grad, or leave the cell out");
+    }
+    const LossySum& sum = sums.front();
+    if (sums.size() > 1 || sum.kind == MoveKind::kAllReduce) {
+      refuse_residual(
+          "gradients are rounded twice on their way, and a residual keeps one rounding: use a "
+          "strategy that shards the optimizer state, such as zero1, and one wire for both axes");
+    }
+    if (!sum.first) {
+      refuse_residual(
+          "a sum with another wire comes before the sum that rounds: give both axes the same wire, "
+          "or give the lossy wire to the axis that is summed first");
+    }
+    if (rest.layout != sum.addends.layout) {
+      Placement wanted = rest;
+      wanted.layout = sum.addends.layout;
+      refuse_residual(concat("it must have the layout of the addends of the sum that rounds: "
+                             "it can only be \"",
+                             wanted.text(), "\""));
+    }
+    if (rest.tier == Tier::kDisk) {
+      refuse_residual("it is read and written in every sum: the tier can be device or host");
+    }
+    if (rest.dtype == Dtype::kFp16 || precision_ == Dtype::kFp16) {
+      refuse_residual(
+          "gradients in fp16 have a loss scale, which a residual does not follow: train in bf16 or "
+          "fp32, with a residual in bf16 or fp32");
     }
   }
 

@@ -102,7 +102,9 @@ bool can_rest_away(const std::string& strategy) {
 
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer) {
   if (strategy != config.strategy) {  // its cells are meant for another preset
-    std::erase_if(config.table, [](const auto& row) { return row.first != kWireRow; });
+    std::erase_if(config.table, [](const auto& row) {
+      return row.first != kWireRow && row.first != role_name(Role::kResidual);
+    });
     const auto wires = config.table.find(kWireRow);
     if (wires != config.table.end() && !can_rest_away(strategy)) {
       wires->second.erase(role_name(Role::kParam));

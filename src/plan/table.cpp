@@ -20,6 +20,7 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
       {Role::kGrad, {Phase::kBackward, Phase::kHold, Phase::kUpdate}},
       {Role::kOptim, {Phase::kRest, Phase::kUpdate}},
       {Role::kAct, {Phase::kForward, Phase::kHold, Phase::kBackward}},
+      {Role::kResidual, {Phase::kRest}},
   };
   return kUsed;
 }
@@ -31,7 +32,8 @@ Rounding usual_rounding(Role role) {
 }  // namespace
 
 const char* role_name(Role role) {
-  static constexpr std::array<const char*, kNumRoles> kNames = {"param", "grad", "optim", "act"};
+  static constexpr std::array<const char*, kNumRoles> kNames = {"param", "grad", "optim", "act",
+                                                               "residual"};
   return kNames[static_cast<size_t>(role)];
 }
 
@@ -47,6 +49,7 @@ const Placement& Table::at(Role role, Phase phase) const {
 
 void Table::set(Role role, Phase phase, const Placement& place) {
   cells_[static_cast<size_t>(role)][static_cast<size_t>(phase)] = place;
+  keeps_residual_ |= role == Role::kResidual;
 }
 
 // [Note: Equal layouts] Planning, checks and execution use the table of their mesh.
@@ -111,6 +114,7 @@ const Placement& Table::grad_after_backward() const {
 bool Table::uses_disk() const {
   for (const auto& [role, phases] : used_cells()) {
     for (const Phase phase : phases) {
+      if (role == Role::kResidual && !keeps_residual()) continue;
       if (role != Role::kAct && at(role, phase).tier == Tier::kDisk) return true;
     }
   }
@@ -159,6 +163,7 @@ bool Table::publishes_chunks() const {
 std::string Table::text() const {
   std::string out;
   for (const auto& [role, phases] : used_cells()) {
+    if (role == Role::kResidual && !keeps_residual()) continue;
     out += role_name(role);
     for (const Phase phase : phases)
       out += concat(" ", phase_name(phase), "=", at(role, phase).text());
@@ -196,6 +201,7 @@ Table Table::parse(const std::string& text) {
     for (const Phase phase : phases) {
       const std::string cell = concat(role_name(role), ".", phase_name(phase));
       const auto found = given.find(cell);
+      if (found == given.end() && role == Role::kResidual) continue;
       if (found == given.end())
         throw ConfigError(concat("[plan::Table::parse] cell ", cell, " is missing"));
       table.set(role, phase, Placement::parse(found->second));
@@ -213,6 +219,26 @@ Table Table::parse(const std::string& text) {
   return table;
 }
 
+std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh) {
+  const Placement& held = table.at(Role::kGrad, Phase::kHold);
+  const std::pair<Placement, Placement> ways[] = {
+      {table.grad_after_backward(), held}, {held, table.at(Role::kGrad, Phase::kUpdate)}};
+  std::vector<LossySum> sums;
+  for (const auto& [from, to] : ways) {
+    Placement at = from;
+    bool first = true;
+    for (const Move& move : hops(from, to, table.wires.grad)) {
+      int ranks = 1;
+      for (const Axis axis : move.axes) ranks *= mesh.size(axis);
+      const bool exchanges = move.is_collective() && ranks > 1;
+      if (exchanges && move.wire.lossy()) sums.push_back({at, move.kind, first});
+      first &= !exchanges;
+      at = apply(at, move);
+    }
+  }
+  return sums;
+}
+
 Cells::Cells(const Table& table)
     : param_rest(table.at(Role::kParam, Phase::kRest)),
       param_forward(table.at(Role::kParam, Phase::kForward)),
@@ -222,6 +248,8 @@ Cells::Cells(const Table& table)
       optim_rest(table.at(Role::kOptim, Phase::kRest)),
       optim_update(table.at(Role::kOptim, Phase::kUpdate)),
       act_hold(table.at(Role::kAct, Phase::kHold)),
+      residual(table.keeps_residual() ? std::optional(table.at(Role::kResidual, Phase::kRest))
+                                      : std::nullopt),
       grads_on_disk(table.grads_wait_on_disk()),
       grads_in_chunks(table.grads_come_in_chunks()),
       publishes_chunks(table.publishes_chunks()),

@@ -9,11 +9,11 @@
 
 namespace penstock {
 
-enum class Role : uint8_t { kParam, kGrad, kOptim, kAct };
+enum class Role : uint8_t { kParam, kGrad, kOptim, kAct, kResidual };
 enum class Phase : uint8_t { kRest, kForward, kHold, kBackward, kUpdate };
-inline constexpr int kNumRoles = 4;
+inline constexpr int kNumRoles = 5;
 inline constexpr int kNumPhases = 5;
-const char* role_name(Role role);     // "param" "grad" "optim" "act"
+const char* role_name(Role role);     // "param" "grad" "optim" "act" "residual"
 const char* phase_name(Phase phase);  // "rest" "forward" "hold" "backward" "update"
 
 // The row of a table that has the wires of roles; its other rows are roles with placements.
@@ -37,9 +37,12 @@ class Table {
   RoleWires wires{};
 
   // param: rest, forward, hold, backward; grad: backward, hold, update; optim: rest, update; act:
-  // forward, hold, backward.
+  // forward, hold, backward; residual: rest, only if keeps_residual().
   const Placement& at(Role role, Phase phase) const;
   void set(Role role, Phase phase, const Placement& place);
+  // Returns whether sums of gradients by a lossy wire keep what they round away for the next sum
+  // ([Note: Residuals]). The table then has the cell residual.rest.
+  bool keeps_residual() const { return keeps_residual_; }
   // Returns the table with every cell normalized for this mesh (normalize()).
   Table on(const Mesh& mesh) const;
   // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
@@ -80,14 +83,24 @@ class Table {
   // One line per role: "param rest=SS@device:bf16 forward=...", and "wire param=int8/128 grad=..."
   // if a wire is not plain.
   std::string text() const;
-  // Parses the form that text() returns. Every cell except those of `wire` must be present. Throws
-  // ConfigError with the cell.
+  // Parses the form that text() returns. Every cell except those of `residual` and `wire` must be
+  // present. Throws ConfigError with the cell.
   static Table parse(const std::string& text);
   bool operator==(const Table&) const = default;
 
  private:
   std::array<std::array<Placement, kNumPhases>, kNumRoles> cells_{};
+  bool keeps_residual_ = false;
 };
+
+// A sum of gradients by a lossy wire.
+struct LossySum {
+  Placement addends;        // before the sum
+  MoveKind kind{};
+  bool first = false;       // no other collective moves the gradient before it
+};
+// Returns the sums of a gradient on its way to its update. `table` must be normalized for the mesh.
+std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh);
 
 // What an executor reads of a table, computed once.
 struct Cells {
@@ -100,6 +113,7 @@ struct Cells {
   const Placement grad_hold, grad_update;
   const Placement optim_rest, optim_update;
   const Placement act_hold;
+  const std::optional<Placement> residual;  // rest
   const bool grads_on_disk, grads_in_chunks, publishes_chunks;  // see Table
   const std::array<bool, 3> has_master;                         // by Dtype
 };

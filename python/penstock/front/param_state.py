@@ -94,8 +94,9 @@ class ParamState:
 
         Args:
             param: a parameter of the model.
-            name: "param" for the master, a moment ("exp_avg"), or "step" for the number of updates
-                of an optimizer that corrects for it (AdamW, Adam, Adagrad).
+            name: "param" for the master, a moment ("exp_avg"), "step" for the number of updates
+                of an optimizer that corrects for it (AdamW, Adam, Adagrad), or "residual" for what
+                a lossy wire has rounded away and later gradients make good (`table.residual.rest`).
 
         Raises:
             ConfigError: if the engine keeps no state of that name for the parameter.

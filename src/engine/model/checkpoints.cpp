@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <string_view>
@@ -25,6 +26,7 @@
 #include "src/ckpt/checksum.h"
 #include "src/ckpt/damaged.h"
 #include "src/ckpt/load.h"
+#include "src/engine/model/residual_state.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/planning.h"
 #include "src/engine/step/window_agreement.h"
@@ -166,6 +168,13 @@ void say_passed_over(const std::string& path, const std::string& why) {
   std::fprintf(stderr, "penstock: checkpoint \"%s\" is skipped: %s\n", path.c_str(), why.c_str());
 }
 
+void say_lost_residuals(const std::string& path) {
+  std::fprintf(stderr,
+               "penstock: checkpoint \"%s\" has residuals, the rounding errors that later gradients "
+               "make good. This run has no table.residual.rest, so they are lost\n",
+               path.c_str());
+}
+
 }  // namespace
 
 // One save() or load().
@@ -179,6 +188,9 @@ struct Core::State::Checkpointing {
   }
   std::string refusal() const;
   void rest() const;
+  engine::ResidualState residuals() const {
+    return {*state.executor, state.group->rank(), static_cast<double>(state.config.batch.accumulate)};
+  }
   Json numbers() const;
   Json about() const;
   void restore(const ckpt::Manifest& manifest) const;
@@ -371,6 +383,8 @@ struct Core::State::Checkpointing::Load {
     const std::vector<std::string> moments = moments_of(state.config);
     const ckpt::TensorLoadOptions wanted{options.optimizer, options.tied};
     ckpt::Target target{executor, state.tiers, shared.names, {}, {}};
+    const engine::ResidualState residuals = shared.residuals();
+    engine::ResidualParts parts;
     std::string problem;
     try {
       if (state.driver->holds()) {
@@ -382,6 +396,11 @@ struct Core::State::Checkpointing::Load {
       if (options.tensors) {
         target.extras =
             wanted_of(options.tensors(found), chosen.manifest, rank, state.group->size());
+      }
+      if (options.optimizer) {
+        parts = residuals.to_fill(chosen.manifest);
+        std::ranges::move(residuals.wanted(parts, chosen.manifest, shared.names),
+                          std::back_inserter(target.extras));
       }
       const auto lacks = [&](const ckpt::Holding& one) {
         return std::ranges::all_of(one.flat->slots, [&](const exec::Slot& slot) {
@@ -415,7 +434,11 @@ struct Core::State::Checkpointing::Load {
     state.bytes_read = reader.bytes_read();
     const std::string first = shared.agree("load read", damage);
     if (!first.empty()) return first;
-    if (options.optimizer) shared.restore(chosen.manifest);
+    if (options.optimizer) {
+      residuals.take(parts);
+      if (rank == 0 && residuals.loses(chosen.manifest)) say_lost_residuals(chosen.path);
+      shared.restore(chosen.manifest);
+    }
     state.unloaded.clear();
     return "";
   }
@@ -470,6 +493,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   std::unique_ptr<ckpt::Save> save;
   std::string folder, problem;
   std::vector<ckpt::Extra> extras = extras_of(options.tensors, *state.executor, rank);
+  std::ranges::move(residuals().to_save(names), std::back_inserter(extras));
   const Json now = numbers();
   try {
     contents = {about(), now, parse(options.front, "what the front keeps"),

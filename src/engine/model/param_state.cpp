@@ -20,6 +20,7 @@
 #include "src/base/text.h"
 #include "src/ckpt/inventory.h"
 #include "src/device/kernels.h"
+#include "src/engine/model/residual_state.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/window_agreement.h"
 
@@ -141,6 +142,21 @@ struct Values::ParamState {
       if (!one.empty()) return at::full({}, std::stod(one), at::TensorOptions(at::kFloat));
     }
     throw unknown();
+  }
+
+  // [all ranks] Returns what the residual still adds to the averaged gradient of an update.
+  at::Tensor residual() {
+    if (!state.executor->table().keeps_residual()) throw unknown();
+    const engine::ResidualState residuals(*state.executor, state.group->rank(),
+                                          static_cast<double>(state.config.batch.accumulate));
+    const engine::ResidualParts parts = residuals.parts();
+    found.clear();
+    for (const auto& part : parts) {
+      part->shape.memory = tiers().host.take(part->shape.bytes(), mem::Account::kBuffers);
+      device::copy(part->shape.data(), part->values.data_ptr(), part->shape.bytes());
+      found.push_back(part->holding);
+    }
+    return whole();
   }
 
   void set_count(double value) const {
@@ -297,6 +313,7 @@ struct Values::ParamState {
 at::Tensor Values::state(const std::string& param, const std::string& role) {
   ParamState one(*state_, param, role);
   if (one.is_count()) return one.count();
+  if (role == engine::kResidualRole) return one.residual();
   one.check_known();
   return one.whole();
 }

@@ -71,11 +71,12 @@ void parse_table(const Json& value, Config* config) {
       {"param", {"rest", "forward", "hold", "backward"}},
       {"grad", {"backward", "hold", "update"}},
       {"optim", {"rest", "update"}},
+      {"residual", {"rest"}},
       {kWireRow, {"param", "grad"}}};
   if (value.is_object() && value.contains("act"))
     fail_unsupported("table.act", value["act"],
                      "activations are placed by the key \"offload.activations\"");
-  const ConfigSection roles(value, "table", {"param", "grad", "optim", kWireRow});
+  const ConfigSection roles(value, "table", {"param", "grad", "optim", "residual", kWireRow});
   for (const auto& [role, phases] : kCells) {
     const Json* row = roles.find(role);
     if (row == nullptr) continue;

@@ -30,7 +30,9 @@ class StateBytes {
       if (role != Role::kParam && !flat.trainable) continue;
       const auto [begin, end] = range_of(chunk, flat.numel / num_shards(place, mesh_));
       const int64_t owned = end - begin;
-      if (role != Role::kOptim) {
+      if (role == Role::kResidual) {
+        sum += owned * dtype_bytes(place.dtype);
+      } else if (role != Role::kOptim) {
         sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
       } else {
         const auto moments =
@@ -46,6 +48,15 @@ class StateBytes {
                     : role == Role::kGrad ? Use::kGrad
                                           : Use::kOptim;
     return {place.tier, use, bytes(role, unit, place, chunk)};
+  }
+
+  // Returns whether the first sum of the route has residuals ([Note: Residuals]).
+  bool has_residual(const Route& way) const {
+    if (!table_.keeps_residual()) return false;
+    const auto sum = std::find_if(way.passes.begin(), way.passes.end(),
+                                  [](const Pass& pass) { return pass.sums(); });
+    return sum != way.passes.end() &&
+           sum->from.layout == cell(Role::kResidual, Phase::kRest).layout;
   }
 
   // Returns the bytes of a unit's gradient in fp32.
@@ -113,6 +124,12 @@ class StateBytes {
       if (way.passes[i].sums()) packed = std::max(packed, packing[i].reduce_bytes(size));
       if (way.passes[i].kind == PassKind::kAllGather)
         packed = std::max(packed, packing[i].gather_bytes(size));
+    }
+    // A residual on the host is copied to the accelerator for the sum.
+    const bool brings = role == Role::kGrad && model_.on_accelerator && has_residual(way) &&
+                        cell(Role::kResidual, Phase::kRest).tier != Tier::kDevice;
+    for (const int unit : units) {
+      if (brings) sum += bytes(Role::kResidual, unit, cell(Role::kResidual, Phase::kRest));
     }
     for_each_flat(role, units, [&](const FlatDesc& flat) {
       int64_t received = 0;

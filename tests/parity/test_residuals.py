@@ -1,0 +1,321 @@
+"""Residuals of lossy wires: nothing that an encoding rounds away is lost, whatever the strategy, the
+window, the checkpoint or the number of ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+WIDTH = 1024
+WIRES = ("int4/128/nearest", "int4/64", "int8/128/nearest", "int8/32")
+# strategy, node ranks of a world of four, layout of the residual
+PLACES: dict[str, tuple[str, dict[str, int], str]] = {
+    "zero1": ("zero1", {}, "PP"),
+    "zero2": ("zero2", {}, "PP"),
+    "zero3": ("zero3", {}, "PP"),
+    "nodes": ("zero3", {"node": 2}, "PP"),
+    "hpz": ("hpz", {"node": 2}, "PP"),
+}
+
+
+class Sums(nn.Module):
+    """The gradient of a weight is the input; the second weight is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(3 * WIDTH))
+        self.second = nn.Parameter(torch.zeros(40, 20))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        out = (self.first * x[: 3 * WIDTH]).sum()
+        return out + (self.second.flatten() * x[3 * WIDTH :]).sum() if both else out
+
+
+NUMEL = 3 * WIDTH + 800
+
+
+def settings_of(place: str, wire: str, **more: Any) -> dict[str, Any]:
+    strategy, mesh, layout = PLACES[place]
+    tier, dtype = more.pop("tier", "device"), more.pop("dtype", "fp32")
+    if mesh:
+        wire = f"node:{wire}"
+    return {
+        "strategy": strategy,
+        "mesh": mesh,
+        "optimizer": {"type": "SGD", "lr": 0.0},
+        "comm": {"timeout_s": 60},
+        "table": {"wire": {"grad": wire}, "residual": {"rest": f"{layout}@{tier}:{dtype}"}},
+    } | more
+
+
+def addends_of(seed: int, micro: int, rank: int) -> torch.Tensor:
+    numbers = torch.Generator().manual_seed(1000 * seed + 10 * micro + rank)
+    rows = torch.randn(NUMEL, generator=numbers)
+    return rows * torch.exp2(torch.arange(NUMEL) // 100 % 7)
+
+
+def engine_of(settings: dict[str, Any]) -> Any:
+    import penstock  # noqa: PLC0415
+
+    return penstock.initialize(Sums(), settings)
+
+
+def residual_of(engine: Any) -> torch.Tensor:
+    return torch.cat(
+        [engine.param_state(one, "residual").flatten() for one in engine.module.parameters()]
+    )
+
+
+def gradient_of(engine: Any) -> torch.Tensor:
+    found = engine.full_grads()
+    size = {"first": 3 * WIDTH, "second": 800}
+    return torch.cat([found.get(name, torch.zeros(size[name])).flatten() for name in size])
+
+
+def window(engine: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The backwards of one window. Returns the gradient that arrives, and the exact one."""
+    ranks, micros = dist.get_world_size(), engine.config.batch.accumulate
+    exact = torch.zeros(NUMEL)
+    for micro in range(micros):
+        both = (step + micro) % 3 != 1
+        for rank in range(ranks):
+            one = addends_of(step, micro, rank) / (ranks * micros)
+            exact += one if both else one * (torch.arange(NUMEL) < 3 * WIDTH)
+        engine.backward(engine(addends_of(step, micro, dist.get_rank()), both))
+        if micro + 1 < micros:
+            engine.step()
+    return gradient_of(engine), exact
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To the rounding of a few operations in fp32; addends are at most about 4 * 2**6."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=8 * 2**8 * 2**-24)
+
+
+def conserved(settings: dict[str, Any], steps: int) -> list[torch.Tensor]:
+    """Checks each step; returns the residuals after each step."""
+    engine = engine_of(settings)
+    residuals = [torch.zeros(NUMEL)]
+    for step in range(steps):
+        arrived, exact = window(engine, step)
+        assert torch.equal(residual_of(engine), residuals[-1])  # until an update follows
+        engine.step()
+        residuals.append(residual_of(engine))
+        close(arrived + residuals[-1] - residuals[-2], exact)
+    engine.close()
+    return residuals
+
+
+def drawn(draw: int) -> tuple[int, dict[str, Any]]:
+    numbers = random.Random(draw)
+    place = numbers.choice(list(PLACES))
+    world = 4 if PLACES[place][1] else numbers.choice([2, 3, 4])
+    more: dict[str, Any] = {"batch": {"accumulate": numbers.choice([1, 1, 2, 3])}}
+    more["tier"] = numbers.choice(["device", "host"])
+    if numbers.random() < 0.3:
+        more["offload"] = {"optimizer": "host"}
+    if numbers.random() < 0.3:
+        more["comm"] = {"timeout_s": 60, "exact_every": 3}
+    return world, settings_of(place, numbers.choice(WIRES), **more)
+
+
+@pytest.mark.parametrize("draw", range(300))
+def test_nothing_is_lost(draw, pools):
+    world, settings = drawn(draw)
+    found = pools(world).run(conserved, settings, 5)
+    for residuals in found:
+        for step, one in enumerate(residuals):
+            assert torch.equal(one, found[0][step])
+            exact = step > 0 and settings["comm"].get("exact_every") and step % 3 == 0
+            assert bool(one.any()) == (step > 0 and not exact), step
+
+
+def test_a_bf16_residual_loses_its_own_rounding_alone(pools):
+    settings = settings_of("zero1", "int4/128/nearest", dtype="bf16")
+    with pytest.raises(AssertionError):
+        pools(2).run(conserved, settings, 3)
+    (found,) = {tuple(x) for x in pools(2).run(bf16_errors, settings)}
+    assert all(0 < one < 2**-8 for one in found)
+
+
+def bf16_errors(settings: dict[str, Any]) -> list[float]:
+    """Relative to the largest residual."""
+    engine = engine_of(settings)
+    errors, before = [], torch.zeros(NUMEL)
+    for step in range(3):
+        arrived, exact = window(engine, step)
+        engine.step()
+        after = residual_of(engine)
+        errors.append(float((arrived + after - before - exact).abs().max() / after.abs().max()))
+        before = after
+    return errors
+
+
+# ---- windows that end without an update
+
+
+def dropped(settings: dict[str, Any], how: str) -> Any:
+    engine = engine_of(settings)
+    for step in range(2):
+        window(engine, step)
+        engine.step()
+    before = residual_of(engine)
+    if how == "zero_grad":
+        window(engine, 7)
+        engine.zero_grad()
+    else:
+        x = addends_of(8, 0, dist.get_rank())
+        x[5] = float("nan") if dist.get_rank() == 0 else 0.0
+        engine.backward(engine(x, True))
+        engine.step()
+    after = residual_of(engine)
+    arrived, exact = window(engine, 2)
+    engine.step()
+    close(arrived + residual_of(engine) - after, exact)
+    return bool(before.any()), torch.equal(before, after), engine.steps
+
+
+@pytest.mark.parametrize("place", ["zero1", "zero3"])
+@pytest.mark.parametrize("how", ["zero_grad", "skip"])
+def test_a_dropped_window_leaves_the_residual(how, place, pools):
+    settings = settings_of(place, "int4/128/nearest", nonfinite="skip")
+    for found in pools(2).run(dropped, settings, how):
+        assert found == (True, True, 3)
+
+
+# ---- checkpoints
+
+
+def saved(settings: dict[str, Any], path: str) -> torch.Tensor:
+    engine = engine_of(settings)
+    for step in range(2):
+        window(engine, step)
+        engine.step()
+    engine.save(path)
+    return residual_of(engine)
+
+
+def loaded(settings: dict[str, Any], path: str) -> torch.Tensor:
+    """Returns the residual, from which the next step goes on without loss."""
+    engine = engine_of(settings)
+    window(engine, 5)
+    engine.step()  # leaves another residual, which the load replaces
+    engine.load(path)
+    before = residual_of(engine)
+    arrived, exact = window(engine, 2)
+    engine.step()
+    close(arrived + residual_of(engine) - before, exact)
+    return before
+
+
+LOADS = {
+    "same": (2, settings_of("zero1", "int4/128/nearest")),
+    "three": (3, settings_of("zero1", "int4/128/nearest")),
+    "four": (4, settings_of("zero3", "int8/32", tier="host")),
+    "nodes": (4, settings_of("hpz", "int4/64")),
+    "window": (2, settings_of("zero2", "int4/64", batch={"accumulate": 4})),
+}
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_a_checkpoint_keeps_what_was_rounded_away(case, pools, tmp_path):
+    first = settings_of("zero2", "int4/128/nearest", batch={"accumulate": 2})
+    wanted = pools(2).run(saved, first, str(tmp_path))[0]
+    world, settings = LOADS[case]
+    for found in pools(world).run(loaded, settings, str(tmp_path)):
+        close(found, wanted)
+
+
+def loaded_without(settings: dict[str, Any], path: str) -> str:
+    import contextlib  # noqa: PLC0415
+    import os  # noqa: PLC0415
+    import tempfile  # noqa: PLC0415
+
+    engine = engine_of(settings)
+    with tempfile.TemporaryFile("w+") as file, contextlib.ExitStack() as stack:
+        kept = os.dup(2)
+        stack.callback(os.dup2, kept, 2)
+        os.dup2(file.fileno(), 2)
+        engine.load(path)
+        file.seek(0)
+        return file.read()
+
+
+def test_a_run_without_residuals_says_that_it_loses_them(pools, tmp_path):
+    pools(2).run(saved, settings_of("zero2", "int4"), str(tmp_path))
+    plain = settings_of("zero2", "int4") | {"table": {}}
+    first, second = pools(2).run(loaded_without, plain, str(tmp_path))
+    assert "has residuals" in first and "no table.residual.rest" in first
+    assert "residual" not in second
+
+
+# ---- memory, bits and refusals
+
+
+def measured(settings: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+    engine = engine_of(settings)
+    arrived = []
+    for step in range(4):
+        arrived.append(window(engine, step)[0])
+        engine.step()
+    return engine.ledger(), arrived
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_ledger_has_residuals(place, accumulate, pools):
+    settings = settings_of(place, "int4/64", batch={"accumulate": accumulate})
+    world = 4 if PLACES[place][1] else 2
+    first, again = (pools(world).run(measured, settings) for _ in range(2))
+    for (ledger, arrived), (_, other) in zip(first, again, strict=True):
+        predicted = ledger["predicted"][settings["strategy"]]
+        assert ledger["measured"]["total"] == pytest.approx(predicted["total"], rel=0.05)
+        assert predicted["optim"] >= 4 * NUMEL
+        for one, two, three in zip(arrived, other, first[0][1], strict=True):
+            assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def refusal(settings: dict[str, Any]) -> str:
+    try:
+        engine_of(settings)
+    except Exception as error:  # noqa: BLE001 - its text is the result
+        return str(error)
+    return ""
+
+
+def with_residual(rest: str, strategy: str = "zero2", **more: Any) -> dict[str, Any]:
+    made = settings_of("zero2", "int4") | more
+    made["strategy"] = strategy
+    made["table"] = {"wire": {"grad": "int4"}, "residual": {"rest": rest}} | more.get("table", {})
+    return made
+
+
+REFUSED = {
+    "layout": (with_residual("SP@device:fp32"), 'it can only be "PP@device:fp32"'),
+    "disk": (with_residual("PP@disk:fp32"), "the tier can be device or host"),
+    "fp16": (with_residual("PP@device:fp16"), "train in bf16 or fp32"),
+    "ddp": (with_residual("PP@device:fp32", "ddp"), "rounded twice on their way"),
+    "plain": (
+        with_residual("PP@device:fp32", table={"wire": {}}),
+        "no sum of gradients rounds anything",
+    ),
+    "trains": (with_residual("PP@device:fp32", precision="fp16"), "which have a loss scale"),
+}
+
+
+@pytest.mark.parametrize(("settings", "text"), REFUSED.values(), ids=REFUSED)
+def test_refusals_name_the_cell(settings, text, pools):
+    for found in pools(2).run(refusal, settings):
+        assert 'table.residual.rest is "' in found and ": residual: " in found
+        assert text in found
+
+
+def test_one_rank_rounds_nothing(pools):
+    settings = settings_of("zero1", "int4/128/nearest")
+    (residuals,) = pools(1).run(conserved, settings, 2)
+    assert not any(one.any() for one in residuals)
