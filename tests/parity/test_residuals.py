@@ -6,20 +6,26 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import compare
 import pytest
 import torch
 import torch.distributed as dist
+import training
+import zoo
 from torch import nn
+from training import Case
 
 WIDTH = 1024
 WIRES = ("int4/128/nearest", "int4/64", "int8/128/nearest", "int8/32")
-# strategy, node ranks of a world of four, layout of the residual
-PLACES: dict[str, tuple[str, dict[str, int], str]] = {
-    "zero1": ("zero1", {}, "PP"),
-    "zero2": ("zero2", {}, "PP"),
-    "zero3": ("zero3", {}, "PP"),
-    "nodes": ("zero3", {"node": 2}, "PP"),
-    "hpz": ("hpz", {"node": 2}, "PP"),
+# The strategy, the mesh of four ranks, the layout of the residual, and where gradients add up.
+PLACES: dict[str, tuple[str, dict[str, int], str, str]] = {
+    "zero1": ("zero1", {}, "PP", ""),
+    "zero2": ("zero2", {}, "PP", ""),
+    "zero3": ("zero3", {}, "PP", ""),
+    "nodes": ("zero3", {"node": 2}, "PP", ""),
+    "hpz": ("hpz", {"node": 2}, "PP", ""),
+    "held": ("zero3", {"node": 2}, "PP", "PP@host:fp32"),
+    "between": ("zero2", {"node": 2}, "SP", "SP@device:fp32"),
 }
 
 
@@ -40,16 +46,22 @@ NUMEL = 3 * WIDTH + 800
 
 
 def settings_of(place: str, wire: str, **more: Any) -> dict[str, Any]:
-    strategy, mesh, layout = PLACES[place]
+    strategy, mesh, layout, hold = PLACES[place]
     tier, dtype = more.pop("tier", "device"), more.pop("dtype", "fp32")
     if mesh:
-        wire = f"node:{wire}"
+        wire = f"{'local' if place == 'between' else 'node'}:{wire}"
+    table: dict[str, Any] = {
+        "wire": {"grad": wire},
+        "residual": {"rest": f"{layout}@{tier}:{dtype}"},
+    }
+    if hold:
+        table["grad"] = {"hold": hold}
     return {
         "strategy": strategy,
         "mesh": mesh,
         "optimizer": {"type": "SGD", "lr": 0.0},
         "comm": {"timeout_s": 60},
-        "table": {"wire": {"grad": wire}, "residual": {"rest": f"{layout}@{tier}:{dtype}"}},
+        "table": table,
     } | more
 
 
@@ -254,6 +266,45 @@ def test_a_run_without_residuals_says_that_it_loses_them(pools, tmp_path):
     assert "residual" not in second
 
 
+# ---- training
+
+
+def trained(settings: dict[str, Any], case: Case) -> tuple[Any, str]:
+    return training.train(case, **settings)
+
+
+TRAININGS = [
+    Case("zero1", accumulate=2),
+    Case("zero2", "bf16", world=4),
+    Case("zero3", accumulate=3),
+    Case("zero3", "bf16", world=4, recompute="nonreentrant"),
+    Case("zero3", clip=True, world=3),
+    Case("zero3", world=4, model="parts", tensor=2),
+    Case("zero1", world=4, model="parts", tensor=2),
+    *(Case(strategy, model=name) for name in zoo.EVERYWHERE for strategy in ("zero1", "zero3")),
+]
+
+
+@pytest.mark.parametrize("case", TRAININGS, ids=str)
+def test_int4_trains_like_plain_torch(case, pools):
+    """Twice the same bits, and ranks with equal weights."""
+    table = {
+        "wire": {"grad": "int4/64/nearest"},
+        "residual": {"rest": f"PP@device:{case.precision}"},
+    }
+    plain = training.reference(*compare.references(case, case.precision))
+    first, again = (pools(case.world).run(trained, {"table": table}, case) for _ in range(2))
+    for one, two in zip(first, again, strict=True):
+        assert one[1] == two[1] == first[0][1]
+        assert one[0].losses == two[0].losses
+        assert one[0].norms == first[0][0].norms
+    losses = [
+        sum(by_rank) / len(first) for by_rank in zip(*(run.losses for run, _ in first), strict=True)
+    ]
+    assert losses != plain.losses
+    assert compare.rms(losses, plain.losses) < 0.05
+
+
 # ---- memory, bits and refusals
 
 
@@ -296,7 +347,7 @@ def with_residual(rest: str, strategy: str = "zero2", **more: Any) -> dict[str, 
 
 
 REFUSED = {
-    "layout": (with_residual("SP@device:fp32"), 'it can only be "PP@device:fp32"'),
+    "layout": (with_residual("SS@device:fp32"), 'it can only be "PP@device:fp32"'),
     "disk": (with_residual("PP@disk:fp32"), "the tier can be device or host"),
     "fp16": (with_residual("PP@device:fp16"), "train in bf16 or fp32"),
     "ddp": (with_residual("PP@device:fp32", "ddp"), "rounded twice on their way"),
@@ -304,7 +355,7 @@ REFUSED = {
         with_residual("PP@device:fp32", table={"wire": {}}),
         "no sum of gradients rounds anything",
     ),
-    "trains": (with_residual("PP@device:fp32", precision="fp16"), "which have a loss scale"),
+    "trains": (with_residual("PP@device:fp32", precision="fp16"), "have a loss scale, which a residual"),
 }
 
 
