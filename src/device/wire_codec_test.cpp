@@ -9,7 +9,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "src/device/device.h"
@@ -236,6 +238,79 @@ TEST_P(WireCodecTest, StochasticRoundingHasNoBias) {
       const double step = largest / wire.levels();
       ASSERT_NEAR(mean[i] / kDraws, values[i], 5.0 * 0.5 * step / std::sqrt(kDraws)) << wire.text();
     }
+  }
+}
+
+// The residual of values in two idle ranges, one of which ends inside a block.
+TEST_P(WireCodecTest, WhatIsRoundedAwayIsInTheResidual) {
+  const auto idle = std::make_shared<Residual::Ranges>(Residual::Ranges{{0, 130}, {2'000, 2'100}});
+  for (const int64_t numel : {1, 129, 2'049, 4'000}) {
+    const std::vector<float> values = values_of(numel, 3), fed = values_of(numel, 4);
+    for (const Wire& wire : every_wire()) {
+      for (const auto& [ranges, has] : {std::pair(idle, true), {nullptr, true}, {nullptr, false}}) {
+        std::vector<float> sum = values;
+        const auto is_idle = [&](size_t i) { return ranges && (i < 130 || (i >= 2'000 && i < 2'100)); };
+        for (size_t i = 0; i < sum.size(); ++i) sum[i] += has && !is_idle(i) ? fed[i] : 0.0F;
+        const Bytes wanted = encoded(in_dtype(sum, Dtype::kFp32), Dtype::kFp32, wire, {5, 9});
+        const std::vector<float> seen = decoded(wanted, numel, wire);
+        for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+          Bytes before = in_dtype(fed, Dtype::kFp32), piece(wanted.size());
+          std::vector<float> left(sum.size());
+          Bytes of = in_dtype(values, Dtype::kFp32);
+          Residual residual{.after = {left.data(), device}, .idle = ranges};
+          if (has) residual.before = {before.data(), device};
+          encode({piece.data(), device}, {{of.data(), device}, Dtype::kFp32, numel}, wire, {5, 9},
+                 residual);
+          ASSERT_EQ(piece, wanted) << wire.text() << " " << numel;
+          for (size_t i = 0; i < sum.size(); ++i) {
+            const float all = is_idle(i) ? values[i] + fed[i] : sum[i];
+            ASSERT_EQ(left[i], all - seen[i]) << wire.text() << " " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(WireCodecTest, ABlockThatIsNotFiniteKeepsItsResidual) {
+  for (const Wire& wire : every_wire()) {
+    std::vector<float> values = values_of(512, 1);
+    const std::vector<float> fed = values_of(512, 2);
+    values[200] = std::numeric_limits<float>::infinity();
+    for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+      Bytes of = in_dtype(values, Dtype::kFp32);
+      Bytes piece(static_cast<size_t>(wire.encoded_bytes(512)));
+      Bytes residual = in_dtype(fed, Dtype::kBf16);  // in place
+      const Address at{residual.data(), device};
+      encode({piece.data(), device}, {{of.data(), device}, Dtype::kFp32, 512}, wire, {},
+             {at, at, Dtype::kBf16});
+      const std::vector<float> left = in_fp32(residual, Dtype::kBf16);
+      const std::vector<float> before = in_fp32(in_dtype(fed, Dtype::kBf16), Dtype::kBf16);
+      for (size_t i = 0; i < left.size(); ++i) {
+        const bool in_block = i / wire.block == 200 / static_cast<size_t>(wire.block);
+        ASSERT_TRUE(std::isfinite(left[i])) << wire.text() << " " << i;
+        if (in_block) {
+          ASSERT_EQ(left[i], before[i]) << wire.text() << " " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(WireCodecTest, ASumWithoutEncodingTakesTheResidual) {
+  const auto idle = std::make_shared<Residual::Ranges>(Residual::Ranges{{3, 7}});
+  for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+    std::vector<float> addends(10, 1.0F), before(10, 0.5F), after(10, 9.0F);
+    const Address to{addends.data(), device}, from{before.data(), device};
+    add_residual({from, {after.data(), device}, Dtype::kFp32, idle, 0}, to, Dtype::kFp32, 10);
+    for (size_t i = 0; i < 10; ++i) {
+      const bool waits = i >= 3 && i < 7;
+      ASSERT_EQ(addends[i], waits ? 1.0F : 1.5F);
+      ASSERT_EQ(after[i], waits ? 0.5F : 0.0F);
+    }
+    add_residual({from, {}, Dtype::kFp32}, to, Dtype::kFp32, 10);
+    ASSERT_EQ(addends[4], 1.5F);
+    ASSERT_EQ(addends[9], 2.0F);
   }
 }
 

@@ -87,6 +87,37 @@ TEST(CheckTest, RefusalsNameTheCellItsValueAndThePrinciple) {
   }
 }
 
+Table with_residual(Table table, const char* wires, const char* rest) {
+  table.wires.set(Role::kGrad, wires);
+  table.set(Role::kResidual, Phase::kRest, Placement::parse(rest));
+  return table;
+}
+
+TEST(CheckTest, AResidualHasTheLayoutOfTheAddendsOfTheSumThatRounds) {
+  EXPECT_EQ(refusal(with_residual(zero3(), "int4/128/nearest", "PP@host:bf16")), "");
+  EXPECT_EQ(refusal(with_residual(zero3(), "node:int4", "PP@device:fp32")), "");
+  const Table held = with(Role::kGrad, Phase::kHold, "SP@device:fp32");
+  EXPECT_EQ(refusal(with_residual(held, "local:int4", "SP@device:fp32")), "");
+  struct Case {
+    Table table;
+    const char* says;
+  };
+  const Case cases[] = {
+      {with_residual(zero3(), "plain", "PP@device:fp32"), "no sum of gradients rounds anything"},
+      {with_residual(zero3(), "int4", "PS@device:fp32"), "it can only be \"PP@device:fp32\""},
+      {with_residual(held, "int4", "SP@device:fp32"), "rounded twice"},
+      {with_residual(zero3(), "local:int4", "SP@device:fp32"), "a sum with another wire comes"},
+      {with_residual(preset("ddp", {.precision = Dtype::kBf16}), "int4", "PP@device:fp32"),
+       "rounded twice"},
+      {with_residual(zero3(), "int4", "PP@disk:fp32"), "the tier can be device or host"},
+      {with_residual(zero3(), "int4", "PP@host:fp16"), "with a residual in bf16 or fp32"},
+  };
+  for (const Case& one : cases) {
+    EXPECT_NE(refusal(one.table).find("residual: "), std::string::npos) << refusal(one.table);
+    EXPECT_NE(refusal(one.table).find(one.says), std::string::npos) << refusal(one.table);
+  }
+}
+
 TEST(CheckTest, MomentsAreFp32OrBf16) {
   Table table = with(Role::kOptim, Phase::kRest, "SS@device:fp16");
   table.set(Role::kOptim, Phase::kUpdate, Placement::parse("SS@device:fp16"));
@@ -108,7 +139,7 @@ TEST(CheckTest, EveryPrincipleIsDocumented) {
   std::stringstream text;
   text << file.rdbuf();
   for (const char* principle :
-       {"compute", "sum", "precision", "moments", "together", "wire", "own optimizer", "late"}) {
+       {"compute", "sum", "precision", "moments", "together", "wire", "residual", "own optimizer", "late"}) {
     EXPECT_NE(text.str().find(concat("- `", principle, "`: ")), std::string::npos) << principle;
   }
 }

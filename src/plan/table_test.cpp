@@ -70,6 +70,11 @@ TEST(TableTest, TextParsesBack) {
     const Table table = preset(name, {.precision = Dtype::kBf16, .act_tier = Tier::kDisk});
     EXPECT_EQ(Table::parse(table.text()), table) << name;
   }
+  Table table = preset("zero2", {});
+  EXPECT_EQ(table.text().find("residual"), std::string::npos);
+  table.set(Role::kResidual, Phase::kRest, Placement::parse("PP@host:bf16"));
+  EXPECT_NE(table.text().find("residual rest=PP@host:bf16\n"), std::string::npos);
+  EXPECT_EQ(Table::parse(table.text()), table);
 }
 
 TEST(TableTest, WhatIsNoTableIsRefusedByItsCell) {
