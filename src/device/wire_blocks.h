@@ -39,6 +39,15 @@ inline Scale scale_of(uint32_t largest_bits, int levels) {
   return {largest / count, count / largest};
 }
 
+// Returns the scale of a block of `here` values that is filled up with zeros: the mean magnitude.
+// `sum`: of the magnitudes, divided by `block`.
+inline float mean_of(uint32_t largest_bits, float sum, int64_t block, int64_t here) {
+  if (largest_bits >= kInfBits) return std::numeric_limits<float>::quiet_NaN();
+  if (std::bit_cast<float>(largest_bits) < kLeast) return 0.0F;
+  if (here == block) return sum;
+  return sum * (static_cast<float>(block) / static_cast<float>(here));
+}
+
 struct Keys {
   uint32_t low = 0, high = 0;
 };

@@ -35,6 +35,7 @@ using F32 = hn::CappedTag<float, 16>;  // at most half a block
 using I32 = hn::RebindToSigned<F32>;
 using U32 = hn::RebindToUnsigned<F32>;
 using I8 = hn::Rebind<int8_t, F32>;
+constexpr int64_t kGroup = 16;  // values of which the signs are two bytes
 using Pairs = hn::ScalableTag<uint16_t>;  // a pair of values as two bytes
 using Packed = hn::Rebind<uint8_t, Pairs>;
 
@@ -116,12 +117,65 @@ HWY_INLINE void unpack(const uint8_t* packed, int64_t count, int8_t* values) {
   }
 }
 
+// Returns the sum of the magnitudes, each multiplied by `factor`. For every instruction set, the same
+// sixteen partial sums are added up in the same order.
+HWY_INLINE float sum_of_magnitudes(const float* values, int64_t count, float factor) {
+  const F32 d;
+  HWY_ALIGN float sums[kGroup] = {};
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t lane = 0; lane < kGroup; lane += lanes) {
+    auto sum = hn::Zero(d);
+    for (int64_t i = lane; i < count; i += kGroup) {
+      sum = hn::Add(sum, hn::Mul(hn::Abs(hn::LoadU(d, values + i)), hn::Set(d, factor)));
+    }
+    hn::Store(sum, d, sums + lane);
+  }
+  for (int64_t half = kGroup / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+  }
+  return sums[0];
+}
+
+HWY_INLINE uint16_t signs_of(const float* values) {
+  const F32 d;
+  const U32 du;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  uint32_t signs = 0;
+  for (int64_t i = 0; i < kGroup; i += lanes) {
+    const auto bits = hn::BitCast(du, hn::LoadU(d, values + i));
+    const auto negative = hn::TestBit(bits, hn::Set(du, 0x80000000U));
+    uint8_t stored[8] = {};
+    hn::StoreMaskBits(du, negative, stored);
+    const uint32_t part = stored[0] | static_cast<uint32_t>(stored[1]) << 8;
+    signs |= (part & ((1U << lanes) - 1)) << i;
+  }
+  return static_cast<uint16_t>(signs);
+}
+
+void encode_signs(const float* values, int64_t count, const Wire& wire, Encoded to) {
+  const int block = wire.block;
+  for (int64_t at = 0; at < count; at += block) {
+    const int64_t here = std::min<int64_t>(block, count - at);
+    const uint32_t largest = largest_bits(values + at, block);
+    const float sum = sum_of_magnitudes(values + at, block, 1.0F / static_cast<float>(block));
+    const float scale = mean_of(largest, sum, block, here);
+    to.scales[at / block] = scale;
+    const bool has_signs = scale > 0.0F;  // not for zeros and NaN
+    uint16_t signs[kMostBlock / kGroup] = {};
+    for (int64_t i = 0; i < block && has_signs; i += kGroup) {
+      signs[i / kGroup] = signs_of(values + at + i);
+    }
+    std::memcpy(to.values + at / 8, signs, static_cast<size_t>((here + 7) / 8));
+  }
+}
+
 // `values` are whole blocks, filled up with zeros, of which `count` values are encoded.
 void encode_blocks(const float* values, int64_t count, const Wire& wire, const Keys& keys,
                    uint32_t first, Encoded to) {
   HWY_ALIGN int8_t rounded[kMostBlock + 64];
   HWY_ALIGN uint8_t packed[kMostBlock / 2 + 64];
   const int block = wire.block;
+  if (wire.code == Code::kSign) return encode_signs(values, count, wire, to);
   for (int64_t at = 0; at < count; at += block) {
     const int64_t here = std::min<int64_t>(block, count - at);
     const Scale scale = scale_of(largest_bits(values + at, block), wire.levels());
@@ -142,8 +196,29 @@ void encode_blocks(const float* values, int64_t count, const Wire& wire, const K
   }
 }
 
+void add_signs(float* sums, int64_t count, const Wire& wire, const Encoded& from, bool adds) {
+  const F32 d;
+  const U32 du;
+  const int block = wire.block;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t at = 0; at < count; at += block) {
+    const int64_t here = std::min<int64_t>(block, count - at);
+    uint16_t signs[kMostBlock / kGroup] = {};
+    std::memcpy(signs, from.values + at / 8, static_cast<size_t>((here + 7) / 8));
+    const auto scale = hn::Set(d, from.scales[at / block]);
+    for (int64_t i = 0; i < block; i += lanes) {
+      const uint32_t group = signs[i / kGroup];
+      const auto bit = hn::Shl(hn::Set(du, 1), hn::Iota(du, static_cast<uint32_t>(i % kGroup)));
+      const auto negative = hn::RebindMask(d, hn::TestBit(hn::Set(du, group), bit));
+      const auto value = hn::IfThenElse(negative, hn::Neg(scale), scale);
+      hn::Store(adds ? hn::Add(hn::Load(d, sums + at + i), value) : value, d, sums + at + i);
+    }
+  }
+}
+
 // sums[i] = or += the decoded values. `sums` has room for whole blocks.
 void add_decoded(float* sums, int64_t count, const Wire& wire, const Encoded& from, bool adds) {
+  if (wire.code == Code::kSign) return add_signs(sums, count, wire, from, adds);
   const F32 d;
   HWY_ALIGN int8_t block_values[kMostBlock + 64] = {};
   HWY_ALIGN uint8_t packed[kMostBlock / 2 + 64] = {};
@@ -293,12 +368,21 @@ at::Tensor noise_on_device(int64_t first, int64_t count, const Keys& keys,
   return shifted(x.bitwise_xor(shifted(x, 16)), 16).to(at::kFloat).mul_(0x1p-16);
 }
 
+// Returns -1 for each bit that is set, and 1 for the others.
+at::Tensor signs_on_device(const at::Tensor& bytes, int64_t count) {
+  const at::Tensor bits = at::arange(0, 8, bytes.options());
+  const at::Tensor set = bytes.unsqueeze(1).bitwise_right_shift(bits).bitwise_and_(1);
+  return set.flatten().narrow(0, 0, count).to(at::kFloat).mul_(-2.0).add_(1.0);
+}
+
 // Returns the decoded values [at, at + count) of a piece in fp32.
 at::Tensor decoded_on_device(Address piece, int64_t numel, int64_t at, int64_t count,
                              const Wire& wire) {
   const Address codes = piece + wire.scale_bytes(numel);
   at::Tensor values;
-  if (wire.code == Code::kInt8) {
+  if (wire.code == Code::kSign) {
+    values = signs_on_device(view(codes + at / 8, at::kByte, (count + 7) / 8), count);
+  } else if (wire.code == Code::kInt8) {
     values = view(codes + at, at::kChar, count).to(at::kFloat);
   } else {
     const at::Tensor bytes = view(codes + at / 2, at::kByte, (count + 1) / 2);
@@ -310,6 +394,34 @@ at::Tensor decoded_on_device(Address piece, int64_t numel, int64_t at, int64_t c
   const at::Tensor scales =
       view(piece, at::kFloat, wire.num_blocks(numel)).narrow(0, at / wire.block, rows.size(0));
   return rows.mul(scales.unsqueeze(1)).flatten().narrow(0, 0, count);
+}
+
+// Returns the signs of `count` values, in rows of one block, as bytes. `scales` receives the means.
+at::Tensor encoded_signs_on_device(const at::Tensor& rows, int64_t count,
+                                   const at::Tensor& scales) {
+  const int64_t block = rows.size(1);
+  const at::Tensor groups = rows.abs().mul_(1.0 / static_cast<double>(block)).view({-1, block / 16, 16});
+  at::Tensor sums = at::zeros_like(groups.select(1, 0));
+  for (int64_t i = 0; i < block / 16; ++i) sums.add_(groups.select(1, i));
+  for (int64_t half = 8; half > 0; half /= 2) {
+    sums = sums.narrow(1, 0, half).add(sums.narrow(1, half, half));
+  }
+  at::Tensor mean = sums.flatten();
+  const int64_t last = count % block;
+  if (last > 0) {
+    const auto whole = static_cast<float>(block), here = static_cast<float>(last);
+    mean.narrow(0, mean.size(0) - 1, 1).mul_(static_cast<double>(whole / here));
+  }
+  const at::Tensor largest = rows.abs().amax({1});
+  mean = mean.masked_fill(largest.lt(kLeast), 0.0)
+             .masked_fill(largest.isfinite().logical_not(),
+                          std::numeric_limits<double>::quiet_NaN());
+  scales.copy_(mean);
+  const at::Tensor negative = rows.signbit().logical_and_(mean.gt(0.0).unsqueeze(1));
+  const int64_t num_bytes = (count + 7) / 8;
+  const at::Tensor bits = negative.flatten().narrow(0, 0, std::min(num_bytes * 8, rows.numel()));
+  const at::Tensor powers = at::arange(0, 8, bits.options().dtype(at::kByte));
+  return bits.view({-1, 8}).to(at::kByte).bitwise_left_shift(powers).sum({1}).to(at::kByte);
 }
 
 // Rounds values, in rows of one block, to whole steps. `scales` receives the steps.
@@ -334,6 +446,25 @@ at::Tensor rounded_on_device(const at::Tensor& rows, const Wire& wire, const Noi
     scaled.round_();
   }
   return scaled.nan_to_num_(0.0).clamp_(-levels, levels).to(at::kChar).flatten();
+}
+
+// Encodes `count` values in rows of one block.
+void write_rows_on_device(const at::Tensor& rows, int64_t count, const Wire& wire,
+                          const Noise& noise, const at::Tensor& scales, Address codes) {
+  if (wire.code == Code::kSign) {
+    view(codes, at::kByte, (count + 7) / 8).copy_(encoded_signs_on_device(rows, count, scales));
+    return;
+  }
+  const at::Tensor rounded = rounded_on_device(rows, wire, noise, scales).narrow(0, 0, count);
+  if (wire.code == Code::kInt8) {
+    view(codes, at::kChar, count).copy_(rounded);
+    return;
+  }
+  at::Tensor halves = at::zeros({(count + 1) / 2 * 2}, rounded.options().dtype(at::kByte));
+  halves.narrow(0, 0, count).copy_(rounded.bitwise_and(15));
+  const at::Tensor pairs = halves.view({-1, 2});
+  view(codes, at::kByte, (count + 1) / 2)
+      .copy_(pairs.select(1, 0).bitwise_or(pairs.select(1, 1).bitwise_left_shift(4)));
 }
 
 // Returns the part of a residual that is idle; an undefined tensor if none is.
@@ -364,19 +495,9 @@ void encode_on_device(Address to, const PlainValues& values, const Wire& wire, c
       addends = addends.add(held.defined() ? before.sub(held) : before);
     }
     const at::Tensor rows = rows_of(addends, wire.block);
-    const at::Tensor rounded =
-        rounded_on_device(rows, wire, {noise.key, noise.first + at},
-                          scales.narrow(0, at / wire.block, rows.size(0)))
-            .narrow(0, 0, count);
-    if (wire.code == Code::kInt8) {
-      view(codes + at, at::kChar, count).copy_(rounded);
-    } else {
-      at::Tensor halves = at::zeros({(count + 1) / 2 * 2}, rounded.options().dtype(at::kByte));
-      halves.narrow(0, 0, count).copy_(rounded.bitwise_and(15));
-      const at::Tensor pairs = halves.view({-1, 2});
-      view(codes + at / 2, at::kByte, (count + 1) / 2)
-          .copy_(pairs.select(1, 0).bitwise_or(pairs.select(1, 1).bitwise_left_shift(4)));
-    }
+    write_rows_on_device(rows, count, wire, {noise.key, noise.first + at},
+                         scales.narrow(0, at / wire.block, rows.size(0)),
+                         codes + wire.value_bytes(at));
     if (!here.kept()) continue;
     const at::Tensor decoded = decoded_on_device(to, numel, at, count, wire);
     if (!before.defined()) before = at::zeros_like(decoded);

@@ -1,7 +1,7 @@
 #pragma once
 // The encoded form of lossy wires ([Note: Wires], src/place/wire.h): the scales of all blocks, then
-// one int8 per value, or two values of four bits per byte (the even value in the low half). On the
-// host, SIMD (Highway) is chosen at run time and the work is split with at::parallel_for; on a
+// one int8 per value, or two values of four bits per byte (the even value in the low half), or the
+// signs of eight values per byte (1: negative; the first value in the lowest bit). On the host, SIMD (Highway) is chosen at run time and the work is split with at::parallel_for; on a
 // device, torch's operations run on this thread's stream. Every instruction set, number of threads
 // and device gives the same bytes.
 #include <ATen/core/Tensor.h>

@@ -32,6 +32,17 @@ std::vector<Wire> every_wire() {
   return wires;
 }
 
+std::vector<Wire> sign_wires() {
+  return {{Code::kSign, 32, Rounding::kNearest}, {Code::kSign, 64, Rounding::kNearest},
+          {Code::kSign, 128, Rounding::kNearest}};
+}
+
+std::vector<Wire> wires_of_all_codes() {
+  std::vector<Wire> wires = every_wire();
+  for (const Wire& wire : sign_wires()) wires.push_back(wire);
+  return wires;
+}
+
 // Values whose magnitudes differ by block, with zeros.
 std::vector<float> values_of(int64_t numel, unsigned seed) {
   std::mt19937 engine(seed);
@@ -94,6 +105,29 @@ Bytes reference(const std::vector<float>& values, const Wire& wire, const Noise&
   return bytes;
 }
 
+// Sums sixteen partial sums, each of every sixteenth value.
+Bytes reference_signs(const std::vector<float>& values, const Wire& wire) {
+  const auto numel = static_cast<int64_t>(values.size());
+  Bytes bytes(static_cast<size_t>(wire.encoded_bytes(numel)));
+  char* const codes = bytes.data() + wire.scale_bytes(numel);
+  for (int64_t at = 0; at < numel; at += wire.block) {
+    const int64_t end = std::min<int64_t>(at + wire.block, numel);
+    float sums[16] = {};
+    for (int64_t i = at; i < end; ++i) {
+      sums[(i - at) % 16] += std::abs(values[i]) / static_cast<float>(wire.block);
+    }
+    for (int half = 8; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+    const float filled = static_cast<float>(wire.block) / static_cast<float>(end - at);
+    const float scale = sums[0] * filled;
+    std::memcpy(bytes.data() + at / wire.block * 4, &scale, 4);
+    for (int64_t i = at; i < end && scale > 0; ++i) {
+      if (std::signbit(values[i])) codes[i / 8] = static_cast<char>(codes[i / 8] | 1 << i % 8);
+    }
+  }
+  return bytes;
+}
+
 Bytes encoded(const Bytes& from, Dtype dtype, const Wire& wire, const Noise& noise,
               const Device* device = nullptr) {
   const auto numel = static_cast<int64_t>(from.size()) / dtype_bytes(dtype);
@@ -134,6 +168,27 @@ TEST_P(WireCodecTest, WritesTheBytesOfTheReference) {
   }
 }
 
+TEST_P(WireCodecTest, WritesTheSignsOfTheReference) {
+  for (const int64_t numel : {1, 2, 7, 31, 32, 33, 127, 128, 129, 2047, 2048, 2049, 70'001}) {
+    for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
+      const Bytes values = in_dtype(values_of(numel, 5), dtype);
+      for (const Wire& wire : sign_wires()) {
+        const Bytes expected = reference_signs(in_fp32(values, dtype), wire);
+        ASSERT_EQ(encoded(values, dtype, wire, {}), expected) << wire.text() << " " << numel;
+        ASSERT_EQ(encoded(values, dtype, wire, {}, &by_torch()), expected)
+            << wire.text() << " " << numel << " by torch";
+        const std::vector<float> seen = decoded(expected, numel, wire);
+        for (int64_t i = 0; i < numel; ++i) {
+          float scale = 0.0F;
+          std::memcpy(&scale, expected.data() + i / wire.block * 4, 4);
+          ASSERT_EQ(seen[i], std::signbit(in_fp32(values, dtype)[i]) ? -scale : scale);
+          if (numel > 3'000) break;  // quadratic
+        }
+      }
+    }
+  }
+}
+
 TEST_P(WireCodecTest, AnErrorIsAtMostAStep) {
   const std::vector<float> values = values_of(4'001, 9);
   for (const Wire& wire : every_wire()) {
@@ -157,7 +212,7 @@ TEST_P(WireCodecTest, AnErrorIsAtMostAStep) {
 
 TEST_P(WireCodecTest, SumsInOrderAndAddsAndScales) {
   for (const int64_t numel : {1, 100, 128, 5'000, 40'000}) {
-    for (const Wire& wire : every_wire()) {
+    for (const Wire& wire : wires_of_all_codes()) {
       std::vector<Bytes> pieces;
       std::vector<const void*> sources;
       std::vector<float> expected(static_cast<size_t>(numel));
@@ -188,7 +243,7 @@ TEST_P(WireCodecTest, ValuesThatAreNotFiniteMakeTheirBlockNan) {
   for (const float bad :
        {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
         std::numeric_limits<float>::quiet_NaN()}) {
-    for (const Wire& wire : every_wire()) {
+    for (const Wire& wire : wires_of_all_codes()) {
       std::vector<float> values = values_of(512, 1);
       values[200] = bad;
       for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
@@ -204,7 +259,7 @@ TEST_P(WireCodecTest, ValuesThatAreNotFiniteMakeTheirBlockNan) {
 }
 
 TEST_P(WireCodecTest, ABlockOfZerosOrOfTinyValuesIsZero) {
-  for (const Wire& wire : every_wire()) {
+  for (const Wire& wire : wires_of_all_codes()) {
     for (const float tiny : {0.0F, -0.0F, 1e-40F, -1e-36F}) {
       const std::vector<float> values(300, tiny);
       for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
@@ -246,7 +301,7 @@ TEST_P(WireCodecTest, WhatIsRoundedAwayIsInTheResidual) {
   const auto idle = std::make_shared<Residual::Ranges>(Residual::Ranges{{0, 130}, {2'000, 2'100}});
   for (const int64_t numel : {1, 129, 2'049, 4'000}) {
     const std::vector<float> values = values_of(numel, 3), fed = values_of(numel, 4);
-    for (const Wire& wire : every_wire()) {
+    for (const Wire& wire : wires_of_all_codes()) {
       for (const auto& [ranges, has] : {std::pair(idle, true), {nullptr, true}, {nullptr, false}}) {
         std::vector<float> sum = values;
         const auto is_idle = [&](size_t i) { return ranges && (i < 130 || (i >= 2'000 && i < 2'100)); };
@@ -273,7 +328,7 @@ TEST_P(WireCodecTest, WhatIsRoundedAwayIsInTheResidual) {
 }
 
 TEST_P(WireCodecTest, ABlockThatIsNotFiniteKeepsItsResidual) {
-  for (const Wire& wire : every_wire()) {
+  for (const Wire& wire : wires_of_all_codes()) {
     std::vector<float> values = values_of(512, 1);
     const std::vector<float> fed = values_of(512, 2);
     values[200] = std::numeric_limits<float>::infinity();

@@ -48,6 +48,7 @@ struct Slot {
   int64_t room = 0;     // elements of the largest part over the ranks that cut the parameter
   int group = 0;        // optimizer parameter group
   int64_t updates = 0;  // optimizer steps taken so far
+  int64_t squared = 0;  // of these, the steps that updated the second moment
   // Hash of values that the user assigned since the last norm; 0: none ([Note: Edits on some
   // ranks])
   uint64_t given = 0;

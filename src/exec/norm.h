@@ -53,6 +53,7 @@ struct Update {
   // micro-batches times loss scale). Returns 0 if it moved gradients or changed the text of say().
   // In that case the exchange runs again. An exception ends the update before anything is written.
   std::function<double(const std::vector<std::string>&)> hear;
+  bool keeps_second_moments = false;  // they are not updated, but for their first update
 };
 
 class Norm {

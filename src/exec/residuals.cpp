@@ -45,6 +45,22 @@ Buffer Residuals::room_for(const Flat& flat) const {
   return made;
 }
 
+// No update uses the sum of the parameter, in which a code without a zero left values.
+void Residuals::restore(Flat& flat, const Slot& slot) {
+  auto& [kept, next] = flat.residual;
+  if (!next->memory) return;
+  const int64_t begin = rank_.begin_of(*rank_.cells.residual, flat);
+  const int64_t from = std::max(begin, slot.offset);
+  const int64_t to = std::min(begin + next->numel, slot.offset + slot.numel);
+  if (from >= to) return;
+  const int64_t bytes = (to - from) * dtype_bytes(next->dtype);
+  if (kept.memory) {
+    device::copy(next->at(from - begin), kept.at(from - begin), bytes);
+  } else {
+    device::zero(next->at(from - begin), bytes);
+  }
+}
+
 device::Residual Residuals::begin(Flat& flat, const Route& route, mem::Lease* retired) {
   if (!belong_to(route)) return {};
   auto& [kept, next] = flat.residual;
@@ -126,6 +142,9 @@ void Residuals::commit() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       if (!flat.residual.next) continue;
+      for (const Slot& slot : flat.slots) {
+        if (!slot.touched) restore(flat, slot);
+      }
       flat.residual.kept = std::move(*flat.residual.next);
       flat.residual.next.reset();
     }

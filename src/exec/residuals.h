@@ -35,7 +35,8 @@ class Residuals {
   // Returns where a walk that begins reads and writes the flat's residual. `retired` receives
   // memory that must live until the walk has ended.
   device::Residual begin(Flat& flat, const Route& route, mem::Lease* retired);
-  // An update of all gradients follows: what the window left becomes the residual.
+  // An update of all gradients follows: what the window left becomes the residual. The norm has told
+  // which parameters have a gradient on any rank.
   void commit();
   static void drop(Flat& flat) { flat.residual.next.reset(); }
 
@@ -49,6 +50,7 @@ class Residuals {
 
  private:
   Buffer room_for(const Flat& flat) const;
+  void restore(Flat& flat, const Slot& slot);
 
   Rank& rank_;
 };

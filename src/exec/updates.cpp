@@ -351,6 +351,7 @@ void Updates::update_unit(int index, const Chunk& chunk, bool writes_back) {
     if (!chunk.last()) continue;
     for (Slot& slot : flat.slots) {
       slot.updates += slot.touched ? 1 : 0;
+      slot.squared += slot.touched && !keeps_second_moment(slot) ? 1 : 0;
       slot.touched = false;
     }
     gradients_.clear(flat);
@@ -391,7 +392,8 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
     const Slot& slot = flat.slots[first];
     size_t next = first + 1;
     while (next < num_slots && flat.slots[next].group == slot.group &&
-           flat.slots[next].touched == slot.touched && flat.slots[next].updates == slot.updates) {
+           flat.slots[next].touched == slot.touched && flat.slots[next].updates == slot.updates &&
+           flat.slots[next].squared == slot.squared) {
       ++next;
     }
     const int64_t from = std::max(begin, slot.offset);
@@ -439,6 +441,8 @@ void Updates::add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk,
   run.moment2 = moment(2);
   run.group = static_cast<size_t>(slot.group);
   run.step = slot.updates + 1;
+  run.keeps_second = keeps_second_moment(slot);
+  run.second_step = slot.squared + (run.keeps_second ? 0 : 1);
   update.runs.push_back(run);
   update.published.push_back(std::move(out));
 }

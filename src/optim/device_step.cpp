@@ -28,19 +28,23 @@ constexpr int64_t kTogether = int64_t{1} << 24;
 // The tensors of one run.
 struct DeviceUpdate {
   const OptimizerConfig& group;
-  const int64_t step;
+  const StepRun run;
   at::Tensor master;
   at::Tensor grad;              // a scaled fp32 copy, which the step may overwrite
   at::Tensor moment1, moment2;  // undefined if the optimizer has no such moment
 };
 
-// Runs with the same group and step count.
+// Runs with the same group and step counts.
 using DeviceUpdates = std::vector<DeviceUpdate>;
-using GroupAndStep = std::pair<size_t, int64_t>;
+using GroupAndStep = std::tuple<size_t, int64_t, int64_t, bool>;
+
+GroupAndStep key_of(const StepRun& run) {
+  return {run.group, run.step, run.second(), run.keeps_second};
+}
 
 std::map<GroupAndStep, std::vector<StepRun>> by_group_and_step(const std::vector<StepRun>& runs) {
   std::map<GroupAndStep, std::vector<StepRun>> alike;
-  for (const StepRun& run : runs) alike[{run.group, run.step}].push_back(run);
+  for (const StepRun& run : runs) alike[key_of(run)].push_back(run);
   return alike;
 }
 
@@ -79,7 +83,7 @@ void fused_adam(const DeviceUpdates& updates, bool decoupled, StepScalars* scala
     m.push_back(update.moment1);
     v.push_back(update.moment2);
   }
-  const int64_t count = updates.front().step;
+  const int64_t count = updates.front().run.step;
   at::Tensor& step = scalars->steps[count];
   if (!step.defined())
     step = at::full({}, static_cast<double>(count), p.front().options().dtype(at::kFloat));
@@ -100,11 +104,14 @@ void adam(DeviceUpdate& work) {
   decay(work, decoupled);
   Wide first(work.moment1), second(work.moment2);
   const double beta1 = group.betas[0], beta2 = group.betas[1];
-  const auto steps = static_cast<double>(work.step);
+  const auto steps = static_cast<double>(work.run.step);
+  const auto second_steps = static_cast<double>(work.run.second());
   (*first).lerp_(work.grad, 1.0 - beta1);
-  (*second).mul_(beta2).addcmul_(work.grad, work.grad, 1.0 - beta2);
+  if (!work.run.keeps_second) {
+    (*second).mul_(beta2).addcmul_(work.grad, work.grad, 1.0 - beta2);
+  }
   const double size = group.lr / (1.0 - std::pow(beta1, steps));
-  const double root = std::sqrt(1.0 - std::pow(beta2, steps));
+  const double root = std::sqrt(1.0 - std::pow(beta2, second_steps));
   work.master.addcdiv_(*first, (*second).sqrt().div_(root).add_(group.eps), -size);
   first.store();
   second.store();
@@ -118,7 +125,7 @@ void sgd(DeviceUpdate& work) {
     return;
   }
   Wide momentum(work.moment1);
-  if (work.step == 1) {
+  if (work.run.step == 1) {
     (*momentum).copy_(work.grad);
   } else {
     (*momentum).mul_(group.momentum).add_(work.grad, 1.0 - group.dampening);
@@ -132,7 +139,7 @@ void sgd(DeviceUpdate& work) {
 void adagrad(DeviceUpdate& work) {
   const OptimizerConfig& group = work.group;
   decay(work, false);
-  const double lr = group.lr / (1.0 + static_cast<double>(work.step - 1) * group.lr_decay);
+  const double lr = group.lr / (1.0 + static_cast<double>(work.run.step - 1) * group.lr_decay);
   work.moment1.addcmul_(work.grad, work.grad);
   work.master.addcdiv_(work.grad, work.moment1.sqrt().add_(group.eps), -lr);
 }
@@ -154,7 +161,8 @@ void step_alike(DeviceUpdates& updates, StepScalars* scalars) {
   const OptimizerConfig& group = updates.front().group;
   const OptimizerKind& kind = kind_of(group.type);
   const bool is_adam = group.type == OptimizerType::kAdam || group.type == OptimizerType::kAdamW;
-  if (is_adam && updates.front().moment1.scalar_type() == at::kFloat)
+  const bool fuses = is_adam && updates.front().run.usual();
+  if (fuses && updates.front().moment1.scalar_type() == at::kFloat)
     return fused_adam(updates, kind.decoupled_decay, scalars);
   for (DeviceUpdate& update : updates) kSteps[static_cast<size_t>(group.type)](update);
 }
@@ -232,7 +240,8 @@ std::vector<StepRun> without_fused(const std::vector<OptimizerConfig>& groups,
                                    const std::vector<StepRun>& runs, float grad_scale) {
   std::vector<StepRun> others;
   for (const auto& [key, alike] : by_group_and_step(runs)) {
-    if (run_fused(groups[key.first], alike, {grad_scale}, key.second)) continue;
+    const StepRun& first = alike.front();
+    if (first.usual() && run_fused(groups[first.group], alike, {grad_scale}, first.step)) continue;
     others.insert(others.end(), alike.begin(), alike.end());
   }
   return others.size() == runs.size() ? runs : others;
@@ -243,11 +252,12 @@ void step_together(const std::vector<OptimizerConfig>& groups, const std::vector
   const std::vector<at::Tensor> gradients = wide_gradients(runs, grad_scale, &scalars->scale);
   std::map<GroupAndStep, DeviceUpdates> alike;
   for (size_t i = 0; i < runs.size(); ++i) {
-    const auto& [range, moment1, moment2, group, step] = runs[i];
-    alike[{group, step}].push_back(
-        {groups[group], step, view(range, range.master, Dtype::kFp32, range.numel), gradients[i],
-         view(range, moment1, range.moment_dtype, range.numel),
-         view(range, moment2, range.moment_dtype, range.numel)});
+    const StepRun& run = runs[i];
+    const Range& range = run.range;
+    alike[key_of(run)].push_back(
+        {groups[run.group], run, view(range, range.master, Dtype::kFp32, range.numel),
+         gradients[i], view(range, run.moment1, range.moment_dtype, range.numel),
+         view(range, run.moment2, range.moment_dtype, range.numel)});
   }
   for (auto& [key, updates] : alike) step_alike(updates, scalars);
   publish(runs);

@@ -32,6 +32,10 @@ struct AdamOptions {
   bool decoupled = true;    // AdamW (arXiv:1711.05101); false adds weight_decay * p to the gradient
   float grad_scale = 1.0F;  // product of unscaling, averaging and clipping factors
   int64_t step = 1;         // 1 for the first update (bias correction, arXiv:1412.6980)
+  // Number of updates of the second moment, for its bias correction; 0: the same as `step`. If
+  // `keeps_second` is set, this call does not update it.
+  int64_t second_step = 0;
+  bool keeps_second = false;
 };
 // Same formula and operation order as torch.optim.AdamW / Adam.
 void adam(const Range& range, void* exp_avg, void* exp_avg_sq, const AdamOptions& options);

@@ -37,8 +37,9 @@ struct AdamReference {
       g += decay * p;
     }
     m += (1 - beta1) * (g - m);
-    v = beta2 * v + (1 - beta2) * g * g;
-    const double bias1 = 1 - std::pow(beta1, o.step), bias2 = 1 - std::pow(beta2, o.step);
+    if (!o.keeps_second) v = beta2 * v + (1 - beta2) * g * g;
+    const int64_t squared = o.second_step == 0 ? o.step : o.second_step;
+    const double bias1 = 1 - std::pow(beta1, o.step), bias2 = 1 - std::pow(beta2, squared);
     p -= lr / bias1 * m / (std::sqrt(v) / std::sqrt(bias2) + o.eps);
   }
 };
@@ -65,8 +66,10 @@ TEST_P(AdamTest, MatchesDoubleForEveryGradientDtypeAndSize) {
       v.randomize(0, 0, 0);
       std::vector<AdamReference> reference;
       for (int64_t i = 0; i < numel; ++i) reference.push_back({master[i], 0, 0});
-      for (int step = 1; step <= 3; ++step) {
+      for (int step = 1; step <= 6; ++step) {
         options.step = step;
+        options.keeps_second = step == 4 || step == 5;  // not in step 6
+        options.second_step = std::min(step, 3) + (step == 6 ? 1 : 0);
         grad.randomize(static_cast<uint32_t>(step), -2, 2);
         adam({master.floats(), grad.data(), grad_dtype, out.data(), Dtype::kBf16, numel},
              m.floats(), v.floats(), options);

@@ -343,8 +343,9 @@ AdamScalars adam_scalars(const AdamOptions& options) {
   const double beta1 = options.beta1;
   const double beta2 = options.beta2;
   const auto step = static_cast<double>(options.step);
+  const auto second_step = static_cast<double>(options.second_step);
   const double bias1 = 1.0 - std::pow(beta1, step);
-  const double bias2 = 1.0 - std::pow(beta2, step);
+  const double bias2 = 1.0 - std::pow(beta2, options.second_step == 0 ? step : second_step);
   AdamScalars s{};
   s.grad_scale = static_cast<float>(options.grad_scale);
   s.coupled = !options.decoupled && options.weight_decay != 0;
@@ -352,8 +353,8 @@ AdamScalars adam_scalars(const AdamOptions& options) {
   s.decay = options.decoupled ? static_cast<float>(1.0 - lr * options.weight_decay) : 1.0F;
   s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // for such weights, torch.lerp computes from the end
   s.lerp = static_cast<float>(s.lerp_from_grad ? -beta1 : 1.0 - beta1);
-  s.beta2 = static_cast<float>(beta2);
-  s.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+  s.beta2 = options.keeps_second ? 1.0F : static_cast<float>(beta2);
+  s.one_minus_beta2 = options.keeps_second ? 0.0F : static_cast<float>(1.0 - beta2);
   s.inverse_bias2_sqrt = static_cast<float>(1.0 / std::sqrt(bias2));
   s.eps = static_cast<float>(options.eps);
   s.step_size = static_cast<float>(lr / bias1);

@@ -23,7 +23,7 @@ void adam(const KernelCall& call) {
   const bool decoupled = kind_of(group.type).decoupled_decay;
   optim::adam(call.run.range, call.run.moment1, call.run.moment2,
               {group.lr, group.betas[0], group.betas[1], group.eps, group.weight_decay, decoupled,
-               call.grad_scale, call.run.step});
+               call.grad_scale, call.run.step, call.run.second(), call.run.keeps_second});
 }
 
 void sgd(const KernelCall& call) {

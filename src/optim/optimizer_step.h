@@ -19,6 +19,14 @@ struct StepRun {
   void *moment1 = nullptr, *moment2 = nullptr;
   size_t group = 0;  // index of the parameter group
   int64_t step = 1;  // 1 for the run's first update
+  // Adam: the number of updates of the second moment, with this one; 0: the same as `step`. If
+  // `keeps_second` is set, this step does not update it.
+  int64_t second_step = 0;
+  bool keeps_second = false;
+
+  int64_t second() const { return second_step == 0 ? step : second_step; }
+  // Returns whether both moments are updated alike, as in torch.
+  bool usual() const { return !keeps_second && second() == step; }
 };
 
 // Scalars in a device's memory that all calls of one step share. The first call that needs one

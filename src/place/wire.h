@@ -5,7 +5,9 @@
 // encode blocks of values: each block has an fp32 scale and one small integer per value, so a
 // block's largest value is exact up to rounding. All receivers, the sender included, use the
 // decoded values, so replicas stay equal. A sum adds the decoded addends in fp32 and in rank order.
-// Zeros stay zeros. A block with a value that is not finite decodes to NaN.
+// Zeros stay zeros. A block with a value that is not finite decodes to NaN. The code `sign` keeps one
+// bit per value and is the exception: the scale is the mean magnitude of the block, to which every
+// value of the block rounds, also a zero, unless all of them are zeros.
 //
 //   nearest     the error of a value is at most half a step of its block. Used where each transfer
 //               encodes the same authority again (parameters), so errors never add up.
@@ -20,7 +22,7 @@
 
 namespace penstock {
 
-enum class Code : uint8_t { kPlain, kInt8, kInt4 };
+enum class Code : uint8_t { kPlain, kInt8, kInt4, kSign };
 enum class Rounding : uint8_t { kNearest, kStochastic };
 
 struct Wire {
@@ -30,15 +32,18 @@ struct Wire {
   Rounding rounding = Rounding::kNearest;
 
   bool lossy() const { return code != Code::kPlain; }
-  int levels() const { return code == Code::kInt8 ? 127 : 7; }  // on each side of zero
+  // Returns the number of steps on each side of zero. Not for `sign`.
+  int levels() const { return code == Code::kInt8 ? 127 : 7; }
   // Sizes of the encoded form of `numel` values: the scales come first. encoded_bytes() is a
   // multiple of 16. For lossy wires only.
   int64_t num_blocks(int64_t numel) const { return (numel + block - 1) / block; }
   int64_t scale_bytes(int64_t numel) const { return 4 * num_blocks(numel); }
-  int64_t value_bytes(int64_t numel) const { return code == Code::kInt8 ? numel : (numel + 1) / 2; }
+  int64_t value_bytes(int64_t numel) const {
+    return code == Code::kInt8 ? numel : code == Code::kInt4 ? (numel + 1) / 2 : (numel + 7) / 8;
+  }
   int64_t encoded_bytes(int64_t numel) const;
 
-  // "plain", "int8/128", "int4/64/stochastic". `rounding`: what a text without a rounding means.
+  // "plain", "int8/128", "int4/64/stochastic", "sign/128". `rounding`: what a text without a rounding means.
   // parse() throws ConfigError.
   std::string text(Rounding rounding = Rounding::kNearest) const;
   static Wire parse(std::string_view text, Rounding rounding = Rounding::kNearest);
@@ -52,6 +57,7 @@ struct Wires {
   const Wire& on(Axis axis) const { return axes[static_cast<size_t>(axis)]; }
   Wire& on(Axis axis) { return axes[static_cast<size_t>(axis)]; }
   bool lossy() const;  // on any axis
+  bool has(Code code) const;
   // Gives the data axis that has size one the wire of the other data axis, as normalize() does with
   // layouts.
   Wires on(const Mesh& mesh) const;

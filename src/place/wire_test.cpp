@@ -9,12 +9,13 @@ namespace penstock {
 namespace {
 
 TEST(WireTest, TextParses) {
-  for (const char* text : {"plain", "int8/128", "int4/32", "int8/64/stochastic"}) {
+  for (const char* text : {"plain", "int8/128", "int4/32", "int8/64/stochastic", "sign/64"}) {
     EXPECT_EQ(Wire::parse(text).text(), text);
   }
   EXPECT_EQ(Wire::parse("int8").text(), "int8/128");
   EXPECT_EQ(Wire::parse("int4/stochastic").text(), "int4/128/stochastic");
   EXPECT_EQ(Wire::parse("int8", Rounding::kStochastic).text(), "int8/128/stochastic");
+  EXPECT_EQ(Wire::parse("sign", Rounding::kStochastic).text(Rounding::kStochastic), "sign/128");
   const Wire nearest = Wire::parse("int8/nearest", Rounding::kStochastic);
   EXPECT_EQ(nearest.text(), "int8/128");
   EXPECT_EQ(nearest.text(Rounding::kStochastic), "int8/128/nearest");
@@ -22,7 +23,8 @@ TEST(WireTest, TextParses) {
 
 TEST(WireTest, RefusesOtherTexts) {
   for (const char* text : {"", "int9", "int8/", "int8/100", "int8/0128", "int8/128/up", "plain/128",
-                           "int8/nearest/128", "int8/128/nearest/", "plain/nearest"}) {
+                           "int8/nearest/128", "int8/128/nearest/", "plain/nearest", "sign/nearest",
+                           "sign/128/stochastic"}) {
     EXPECT_THROW(Wire::parse(text), ConfigError) << text;
   }
   for (const char* text :
@@ -37,6 +39,7 @@ TEST(WireTest, CountsBytes) {
   EXPECT_EQ(int8.encoded_bytes(1 << 20), (1 << 20) + (1 << 15));
   EXPECT_EQ(int4.encoded_bytes(1 << 20), (1 << 19) + (1 << 15));
   EXPECT_EQ(int4.encoded_bytes(3), 16);
+  EXPECT_EQ(Wire::parse("sign/128").encoded_bytes(1 << 20), (1 << 17) + (1 << 15));
 }
 
 TEST(WireTest, AnAxisOfOneRankTakesTheOtherAxis) {

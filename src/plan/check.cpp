@@ -26,6 +26,7 @@ class Checker {
     updates();
     wires();
     residuals();
+    signs(conditions);
     if (conditions.own_optimizer) leaves_state_alone();
     if (conditions.late_update && written_.rests_whole()) {
       refuse(Role::kParam, Phase::kRest, "late",
@@ -194,6 +195,27 @@ class Checker {
       refuse_residual(
           "gradients in fp16 have a loss scale, which a residual does not follow: train in bf16 or "
           "fp32, with a residual in bf16 or fp32");
+    }
+  }
+
+  // wire: signs have one magnitude for a whole block.
+  void signs(const Conditions& conditions) const {
+    if (table_.wires.param.has(Code::kSign)) {
+      refuse_wire(Role::kParam, "the sign of a parameter does not stand for its value: use int8");
+    }
+    if (!sums_signs(table_, mesh_)) return;
+    if (conditions.own_optimizer || conditions.optimizer == OptimizerType::kAdagrad) {
+      refuse_wire(Role::kGrad,
+                  "the optimizer may use squares of gradients, and those of signs are all alike in "
+                  "a block: use AdamW, Adam, SGD or Lion of the engine");
+    }
+    const bool adam = conditions.optimizer == OptimizerType::kAdam ||
+                      conditions.optimizer == OptimizerType::kAdamW;
+    if (adam && !conditions.begins_exact) {
+      refuse_wire(Role::kGrad,
+                  "Adam's second moment is updated only in exact steps, since squares of signs are "
+                  "all alike in a block: set comm.exact_first to at least 1 (15% of all steps are "
+                  "usual)");
     }
   }
 

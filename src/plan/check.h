@@ -1,6 +1,7 @@
 #pragma once
 // check(): refuses every table whose results would not be exact. docs/tables.md lists the
 // principles. A table is allowed if it violates none of them.
+#include "penstock/config.h"
 #include "src/plan/model_desc.h"
 #include "src/plan/table.h"
 
@@ -10,6 +11,8 @@ namespace penstock {
 struct Conditions {
   bool own_optimizer = false;  // the user's optimizer, which keeps its own state
   bool late_update = false;    // step() returns before the optimizer has finished
+  OptimizerType optimizer = OptimizerType::kSgd;
+  bool begins_exact = false;  // the first step has plain wires
 };
 
 // Returns the narrowest dtype among the trainable parameters. Other parameters keep their own

@@ -118,6 +118,26 @@ TEST(CheckTest, AResidualHasTheLayoutOfTheAddendsOfTheSumThatRounds) {
   }
 }
 
+TEST(CheckTest, SignsAreForGradientsOfOptimizersThatCanUseThem) {
+  const Table table = with_residual(zero3(), "sign", "PP@host:bf16");
+  EXPECT_EQ(refusal(table, {.optimizer = OptimizerType::kLion}), "");
+  EXPECT_EQ(refusal(table, {.optimizer = OptimizerType::kSgd}), "");
+  EXPECT_EQ(refusal(table, {.optimizer = OptimizerType::kAdamW, .begins_exact = true}), "");
+  const auto says = [&](const Conditions& conditions, const char* text) {
+    EXPECT_NE(refusal(table, conditions).find(text), std::string::npos)
+        << refusal(table, conditions);
+  };
+  says({.optimizer = OptimizerType::kAdam}, "set comm.exact_first to at least 1");
+  says({.optimizer = OptimizerType::kAdagrad}, "use AdamW, Adam, SGD or Lion");
+  says({.own_optimizer = true}, "use AdamW, Adam, SGD or Lion");
+  Table without = zero3();
+  without.wires.set(Role::kGrad, "sign");
+  EXPECT_NE(refusal(without).find("keep what it loses"), std::string::npos) << refusal(without);
+  Table params = zero3();
+  params.wires.set(Role::kParam, "sign");
+  EXPECT_NE(refusal(params).find("does not stand for its value"), std::string::npos);
+}
+
 TEST(CheckTest, MomentsAreFp32OrBf16) {
   Table table = with(Role::kOptim, Phase::kRest, "SS@device:fp16");
   table.set(Role::kOptim, Phase::kUpdate, Placement::parse("SS@device:fp16"));

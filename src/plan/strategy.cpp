@@ -37,16 +37,34 @@ int data_rank(const MeshConfig& mesh, int rank) {
 
 namespace {
 
+// A value of comm.codec.
+struct Codec {
+  const char* name;
+  const char *param, *grad;  // wires
+  const char* residual;      // tier and dtype; "": none
+};
+constexpr Codec kCodecs[] = {{"int8", "int8/128", "int8/128", ""},
+                             {"zero++", "int8/128", "int4/128/nearest", "host:bf16"},
+                             {"1bit", "int8/128", "sign/128", "device:bf16"}};
+
 // Links between nodes are slow, so only they are encoded. On one node, all exchanges are encoded.
 // Parameters need a wire only on axes on which they are sharded at rest.
-void set_int8(const Mesh& mesh, Table& table) {
-  const char* const wires = mesh.size(Axis::kNode) > 1 ? "node:int8/128" : "int8/128";
-  table.wires.set(Role::kGrad, wires);
-  table.wires.set(Role::kParam, wires);
+void set_codec(const std::string& name, const Mesh& mesh, Table& table) {
+  const auto codec = std::find_if(std::begin(kCodecs), std::end(kCodecs),
+                                  [&](const Codec& one) { return one.name == name; });
+  if (codec == std::end(kCodecs)) return;
+  const char* const axis = mesh.size(Axis::kNode) > 1 ? "node:" : "";
+  table.wires.set(Role::kGrad, concat(axis, codec->grad));
+  table.wires.set(Role::kParam, concat(axis, codec->param));
   const Placement rest = table.on(mesh).at(Role::kParam, Phase::kRest);
-  for (const Axis axis : kDataAxes) {
-    if (rest.on(axis) != Layout::kSharded) table.wires.param.on(axis) = Wire();
+  for (const Axis data : kDataAxes) {
+    if (rest.on(data) != Layout::kSharded) table.wires.param.on(data) = Wire();
   }
+  const std::vector<LossySum> sums = lossy_sums(table.on(mesh), mesh);
+  if (*codec->residual == '\0' || sums.empty()) return;
+  const std::string layout = sums.front().addends.text().substr(0, kDataAxes.size());
+  table.set(Role::kResidual, Phase::kRest,
+            Placement::parse(concat(layout, "@", codec->residual)));
 }
 
 }  // namespace
@@ -64,7 +82,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   options.accumulate = config.batch.accumulate * config.parallel.virtual_stages > 1;
   if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
   Table table = preset(config.strategy, options);
-  if (config.comm.codec == "int8") set_int8(mesh_of(config), table);
+  set_codec(config.comm.codec, mesh_of(config), table);
   // The config's own cells replace cells of the preset.
   for (const auto& [role_text, phases] : config.table) {
     for (const auto& [phase_text, place] : phases) {

@@ -231,12 +231,18 @@ std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh) {
       int ranks = 1;
       for (const Axis axis : move.axes) ranks *= mesh.size(axis);
       const bool exchanges = move.is_collective() && ranks > 1;
-      if (exchanges && move.wire.lossy()) sums.push_back({at, move.kind, first});
+      if (exchanges && move.wire.lossy()) sums.push_back({at, move.kind, move.wire, first});
       first &= !exchanges;
       at = apply(at, move);
     }
   }
   return sums;
+}
+
+bool sums_signs(const Table& table, const Mesh& mesh) {
+  const std::vector<LossySum> sums = lossy_sums(table, mesh);
+  return std::any_of(sums.begin(), sums.end(),
+                     [](const LossySum& sum) { return sum.wire.code == Code::kSign; });
 }
 
 Cells::Cells(const Table& table)

@@ -95,12 +95,16 @@ class Table {
 
 // A sum of gradients by a lossy wire.
 struct LossySum {
-  Placement addends;        // before the sum
+  Placement addends;  // before the sum
   MoveKind kind{};
-  bool first = false;       // no other collective moves the gradient before it
+  Wire wire{};
+  bool first = false;  // no other collective moves the gradient before it
 };
 // Returns the sums of a gradient on its way to its update. `table` must be normalized for the mesh.
 std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh);
+// Returns whether one of these sums adds up signs. Then Adam keeps its second moments as they are,
+// because all values of a block have the same square.
+bool sums_signs(const Table& table, const Mesh& mesh);
 
 // What an executor reads of a table, computed once.
 struct Cells {

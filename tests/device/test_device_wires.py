@@ -25,17 +25,31 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "mics": (Case("mics", world=4), {}),
 }
 WIRES = {"int8": {"codec": "int8"}, "int4": {"grad": "int4/64"}}
+# Codecs with residuals: on the host, and with signs on the device.
+RESIDUALS: dict[str, dict[str, Any]] = {
+    "zero++": {"codec": "zero++", "exact_every": 3},
+    "1bit": {"codec": "1bit", "exact_first": 1},
+}
+WITHOUT_RESIDUALS = ("ddp", "zero3-fp16", "mics")
 
 
-def settings(case: Case, wires: dict[str, str], more: dict[str, Any]) -> dict[str, Any]:
+def settings(case: Case, wires: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     comm = case.config()["comm"]
     if "codec" in wires:
         return more | {"comm": comm | wires}
     return more | {"comm": comm, "table": {"wire": wires}}
 
 
-@pytest.mark.parametrize("wires", WIRES.values(), ids=WIRES)
-@pytest.mark.parametrize(("case", "more"), CASES.values(), ids=CASES)
+def every_case() -> list[Any]:
+    cases = []
+    for name, (case, more) in CASES.items():
+        residuals = {} if name in WITHOUT_RESIDUALS else RESIDUALS
+        for wire, wires in (WIRES | residuals).items():
+            cases.append(pytest.param(case, more, wires, id=f"{name}-{wire}"))
+    return cases
+
+
+@pytest.mark.parametrize(("case", "more", "wires"), every_case())
 def test_wires_on_devices(case, more, wires, device_pools, tmp_path):
     given = settings(case, wires, more)
     train = functools.partial(on_device.train, **given)

@@ -26,6 +26,7 @@
 #include "src/ckpt/checksum.h"
 #include "src/ckpt/damaged.h"
 #include "src/ckpt/load.h"
+#include "src/engine/model/checkpoint_tensors.h"
 #include "src/engine/model/residual_state.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/planning.h"
@@ -66,53 +67,6 @@ Json parse(const std::string& text, const char* what) {
   } catch (const ckpt::Damaged& error) {
     throw ConfigError(error.what());
   }
-}
-
-// Returns the front's tensors that this rank writes: its own tensors and, on rank 0, the tensors
-// that are equal on all ranks.
-std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
-                                   exec::Executor& executor, int rank) {
-  uint64_t own = 0;
-  for (const CheckpointTensor& one : tensors) {
-    if (one.rank == CheckpointTensor::kIfDifferent) own = own * 31 + ckpt::checksum(one.tensor);
-  }
-  const std::vector<std::string> all =
-      executor.share("save buffers", {reinterpret_cast<const char*>(&own), sizeof(own)});
-  const bool same =
-      std::all_of(all.begin(), all.end(), [&](const auto& one) { return one == all.front(); });
-  std::vector<ckpt::Extra> extras;
-  for (const CheckpointTensor& one : tensors) {
-    int owner = one.rank;
-    if (owner == CheckpointTensor::kIfDifferent) owner = same ? CheckpointTensor::kAll : rank;
-    if (owner == CheckpointTensor::kAll && rank != 0) continue;
-    if (owner == CheckpointTensor::kPieces) {
-      const Placement& place = executor.table().at(Role::kOptim, Phase::kUpdate);
-      if (owners(place, executor.mesh(), rank).index < 0) continue;  // another rank writes them
-      owner = CheckpointTensor::kAll;
-    }
-    extras.push_back({one.role, {one.name, one.shape, one.begin}, owner, one.tensor});
-  }
-  return extras;
-}
-
-// Returns the front's tensors to read. If each rank saved its own tensors, a rank reads the tensors
-// that it saved or, if the number of ranks has changed, the tensors of rank 0.
-std::vector<ckpt::Extra> wanted_of(const std::vector<CheckpointTensor>& tensors,
-                                   const ckpt::Manifest& manifest, int rank, int world) {
-  std::vector<ckpt::Extra> extras;
-  for (const CheckpointTensor& one : tensors) {
-    int owner = std::max(one.rank, CheckpointTensor::kAll);
-    if (one.rank == CheckpointTensor::kIfDifferent) {
-      const bool of_all = manifest.find(one.role + "/" + one.name) != nullptr;
-      const bool of_mine = manifest.find(concat(one.role, "/", one.name, "@rank", rank)) != nullptr;
-      const bool of_first = manifest.find(concat(one.role, "/", one.name, "@rank0")) != nullptr;
-      owner = of_all || !of_first                  ? CheckpointTensor::kAll
-              : of_mine && manifest.world == world ? rank
-                                                   : 0;
-    }
-    extras.push_back({one.role, {one.name, one.shape, one.begin}, owner, one.tensor});
-  }
-  return extras;
 }
 
 FoundCheckpoint describe(const std::string& path, const ckpt::Manifest& manifest) {
@@ -233,19 +187,23 @@ void Core::State::Checkpointing::rest() const {
 // [all ranks] Returns the counts of the engine. The counts of parameters are collected from all
 // stages.
 Json Core::State::Checkpointing::numbers() const {
-  Json updates = Json::object();
+  Json updates = Json::object(), squared = Json::object();
   const std::vector<exec::UnitState>& units = state.executor->units();
   for (size_t unit = 0; unit < units.size(); ++unit) {
     for (const exec::Flat& flat : units[unit].flats) {
       if (!flat.trainable) continue;
       for (const exec::Slot& slot : flat.slots) {
-        updates[names(static_cast<int>(unit), slot).name] = slot.updates;
+        const std::string name = names(static_cast<int>(unit), slot).name;
+        updates[name] = slot.updates;
+        if (slot.squared != slot.updates) squared[name] = slot.squared;
       }
     }
   }
   if (state.model_ranks.stages) {
-    for (const std::string& theirs : share("save numbers", updates.dump())) {
-      updates.update(Json::parse(theirs));
+    for (const std::string& theirs : share("save numbers", Json{updates, squared}.dump())) {
+      const Json both = Json::parse(theirs);
+      updates.update(both[0]);
+      squared.update(both[1]);
     }
   }
   return {{"steps", state.steps},
@@ -255,7 +213,8 @@ Json Core::State::Checkpointing::numbers() const {
             {"value", state.loss_scale.value()},
             {"good_steps", state.loss_scale.good_steps()},
             {"tolerated", state.loss_scale.tolerated()}}},
-          {"updates", updates}};
+          {"updates", updates},
+          {"squared", squared}};
 }
 
 Json Core::State::Checkpointing::about() const {
@@ -283,10 +242,16 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
     state.loss_scale.restore(value.get<double>(), scale.whole("good_steps", 0, kMost),
                              counts ? scale.whole("tolerated", 0, kMost) : 0);
   }
-  std::map<std::string, int64_t> updates;
-  for (const auto& [name, count] : numbers.object("updates").items()) {
-    updates[name] = numbers.number(count, 0, kMost);
-  }
+  const auto counts_of = [&](const char* key) {
+    std::map<std::string, int64_t> counts;
+    if (!manifest.state.contains(key)) return counts;  // "squared" is not in older versions
+    for (const auto& [name, count] : numbers.object(key).items()) {
+      counts[name] = numbers.number(count, 0, kMost);
+    }
+    return counts;
+  };
+  const std::map<std::string, int64_t> updates = counts_of("updates"),
+                                       squared = counts_of("squared");
   for (exec::UnitState& unit : state.executor->units()) {
     for (exec::Flat& flat : unit.flats) {
       for (exec::Slot& slot : flat.slots) {
@@ -294,6 +259,8 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
         const std::string name = names(index, slot).name;
         const auto found = updates.find(name);
         slot.updates = found == updates.end() ? 0 : found->second;
+        const auto fewer = squared.find(name);
+        slot.squared = fewer == squared.end() ? slot.updates : fewer->second;
       }
     }
   }
@@ -395,7 +362,7 @@ struct Core::State::Checkpointing::Load {
       executor.updates().finish();
       if (options.tensors) {
         target.extras =
-            wanted_of(options.tensors(found), chosen.manifest, rank, state.group->size());
+            engine::wanted_of(options.tensors(found), chosen.manifest, rank, state.group->size());
       }
       if (options.optimizer) {
         parts = residuals.to_fill(chosen.manifest);
@@ -492,7 +459,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   ckpt::MergeStep merge;
   std::unique_ptr<ckpt::Save> save;
   std::string folder, problem;
-  std::vector<ckpt::Extra> extras = extras_of(options.tensors, *state.executor, rank);
+  std::vector<ckpt::Extra> extras = engine::extras_of(options.tensors, *state.executor, rank);
   std::ranges::move(residuals().to_save(names), std::back_inserter(extras));
   const Json now = numbers();
   try {

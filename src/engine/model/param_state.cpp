@@ -160,7 +160,7 @@ struct Values::ParamState {
   }
 
   void set_count(double value) const {
-    for (exec::Slot* slot : slots()) slot->updates = static_cast<int64_t>(value);
+    for (exec::Slot* slot : slots()) slot->updates = slot->squared = static_cast<int64_t>(value);
   }
 
   // Calls action(holding, piece) for the elements that this rank holds. If `once` is set and

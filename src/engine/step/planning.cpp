@@ -31,6 +31,7 @@ void Core::State::Planning::make() const {
     state.driver->set_plan(section, with_passes(plan, state.model, state.config));
   }
   state.planned_wires = table.wires;
+  state.keeps_second_moments = sums_signs(table, executor.mesh());
 }
 
 void Core::State::Planning::follow_wires() const {

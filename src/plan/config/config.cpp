@@ -387,7 +387,7 @@ bool has_lossy_wire(const Config& config) {
 
 // `wires`: whether the table has lossy wires of its own.
 void parse_codec(const ConfigSection& section, bool wires, CommConfig* comm) {
-  comm->codec = section.choice("codec", comm->codec, {"none", "int8"});
+  comm->codec = section.choice("codec", comm->codec, {"none", "int8", "zero++", "1bit"});
   section.read_int("exact_first", &comm->exact_first, 0, "a whole number of steps >= 0");
   section.read_int("exact_every", &comm->exact_every, 0, "a whole number of steps >= 0 (0 = none)");
   if (comm->codec == "none" && !wires) {
