@@ -11,7 +11,8 @@ difference to the first trainer's.
 
 "DDP fp16" is torch's DistributedDataParallel with fp16_compress_hook (bf16's needs a GPU), and
 "PowerSGD" with powerSGD_hook of rank 4 after two exact steps. The others are Penstock's: a
-strategy, and the wires of gradients (g) and parameters (p).
+strategy, and the wires of gradients (g) and parameters (p) or a value of comm.codec, with one exact
+step first.
 """
 
 from __future__ import annotations
@@ -39,18 +40,21 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 from gpt import GPT, Block, GPTConfig  # noqa: E402
 
 LR, PORT, BRIDGE = 1e-4, 29431, "pst-slow"
-# Strategy, and its wires.
-OURS: dict[str, tuple[str, dict[str, str]]] = {
+# Strategy, and its wires or its codec.
+OURS: dict[str, tuple[str, dict[str, str] | str]] = {
     "ddp": ("ddp", {}),
     "ddp g int8": ("ddp", {"grad": "int8"}),
     "ddp g int4": ("ddp", {"grad": "int4/64"}),
     "zero1": ("zero1", {}),
+    "zero1 1bit": ("zero1", "1bit"),
     "zero2 g int8": ("zero2", {"grad": "int8"}),
     "zero3": ("zero3", {}),
     "zero3 g p int8": ("zero3", {"grad": "int8", "param": "int8"}),
     "zero3 g p int4": ("zero3", {"grad": "int4/64", "param": "int4/64"}),
+    "zero3 zero++": ("zero3", "zero++"),
     "hpz": ("hpz", {}),
     "hpz g p int8": ("hpz", {"grad": "node:int8", "param": "node:int8"}),
+    "hpz zero++": ("hpz", "zero++"),
 }
 PEERS = ("DDP fp16", "PowerSGD")
 Step = Callable[[torch.Tensor], float]
@@ -89,7 +93,10 @@ def make_model(options: argparse.Namespace) -> GPT:
     return GPT(GPTConfig(options.layers, options.width, heads, context=options.context))
 
 
-def penstock_step(options: argparse.Namespace, strategy: str, wires: dict[str, str]) -> Step:
+def penstock_step(options: argparse.Namespace, strategy: str, wires: dict[str, str] | str) -> Step:
+    comm: dict[str, Any] = {"backend": "gloo"}  # namespaces share their memory
+    if isinstance(wires, str):
+        comm |= {"codec": wires, "exact_first": 1}
     engine = penstock.initialize(
         make_model(options),
         {
@@ -99,8 +106,8 @@ def penstock_step(options: argparse.Namespace, strategy: str, wires: dict[str, s
             "clip": 1.0,
             "mesh": {"node": options.nodes},
             "units": {"modules": [Block.__name__]},
-            "comm": {"backend": "gloo"},  # namespaces share their memory
-            "table": {"wire": wires} if wires else {},
+            "comm": comm,
+            "table": {"wire": wires} if isinstance(wires, dict) and wires else {},
         },
     )
 

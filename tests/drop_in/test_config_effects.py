@@ -89,6 +89,54 @@ def test_quantized_exchanges_round_at_stage_3_only(drop_in_pools):
     assert rounded == pytest.approx(exact, rel=0.05)
 
 
+def fed_back(changes: dict[str, Any]) -> tuple[list[float], str]:
+    """The losses of eight steps, and the engine's explanation."""
+    ds = pipes.deepspeed()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    engine = ds.initialize(model=model, config=CONFIG | changes)[0]
+    losses = []
+    for step in range(8):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    text = engine.native.explain()
+    engine.destroy()
+    return losses, text
+
+
+FED_BACK: dict[str, tuple[dict[str, Any], str, str]] = {
+    "loco": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "zero_quantized_gradients": True,
+                "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024},
+            }
+        },
+        "grad=int4/128/nearest",
+        "residual rest=PP@device:bf16",
+    ),
+    "one bit": (
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 3}}},
+        "grad=sign/128",
+        "residual rest=PP@device:bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "wire", "residual"), FED_BACK.values(), ids=FED_BACK)
+def test_error_feedback_trains_like_exact_exchanges(changes, wire, residual, drop_in_pools):
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    exact, _ = drop_in_pools(2).run(fed_back, adam)[0]
+    found, text = drop_in_pools(2).run(fed_back, adam | changes)[0]
+    assert wire in text and residual in text
+    assert found != exact
+    assert found == pytest.approx(exact, rel=0.02)
+
+
 def loss_of_pipeline(section: dict[str, Any]) -> float:
     ds = pipes.deepspeed()
     model = pipes.built("modules", num_stages=2, activation_checkpoint_interval=1)

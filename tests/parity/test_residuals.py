@@ -1,5 +1,5 @@
-"""Residuals of lossy wires: nothing that an encoding rounds away is lost, whatever the strategy, the
-window, the checkpoint or the number of ranks."""
+"""Residuals of lossy wires: nothing that an encoding rounds away is lost, whatever the strategy,
+the window, the checkpoint or the number of ranks."""
 
 from __future__ import annotations
 
@@ -445,7 +445,10 @@ REFUSED = {
         with_residual("PP@device:fp32", table={"wire": {}}),
         "no sum of gradients rounds anything",
     ),
-    "trains": (with_residual("PP@device:fp32", precision="fp16"), "have a loss scale, which a residual"),
+    "trains": (
+        with_residual("PP@device:fp32", precision="fp16"),
+        "have a loss scale, which a residual",
+    ),
 }
 
 

@@ -84,6 +84,10 @@ struct Leaves {
     }
     return nullptr;
   }
+  bool any_in(const std::string& prefix) const {
+    return std::any_of(all.begin(), all.end(),
+                       [&](const auto& leaf) { return leaf.first.starts_with(prefix); });
+  }
   template <class T>
   T get(const std::string& key, T otherwise) const {
     const Json* value = find(key);
@@ -229,6 +233,11 @@ void take_strategy(const Leaves& given, int data, Json& native) {
                                   std::pair("zero_quantized_gradients", "grad")}) {
     if (stage == 3 && given.flag(zero + key, false)) native["table"]["wire"][role] = "int8";
   }
+  const bool feeds_back = given.any_in(zero + "zeropp_loco_param.");
+  if (stage == 3 && feeds_back && given.flag(zero + "zero_quantized_gradients", false)) {
+    native["table"]["wire"]["grad"] = "int4/128/nearest";
+    native["table"]["residual"]["rest"] = "PP@device:bf16";
+  }
 }
 
 void take_offload(const Leaves& given, Json& native) {
@@ -291,6 +300,17 @@ struct KeyKind {
   Json defaults;
 };
 
+constexpr const char* kOneBit = "onebitadam";
+
+// 1-bit Adam keeps its second moments from `freeze_step` on, and sends one bit per value. Every rank
+// of DeepSpeed has all of the optimizer's state; zero1 gives the same weights.
+void take_one_bit(const Leaves& given, Json& native) {
+  const int64_t freeze = given.whole("optimizer.params.freeze_step", 100'000);
+  native["comm"]["codec"] = "1bit";
+  native["comm"]["exact_first"] = std::max<int64_t>(1, freeze);
+  if (native["strategy"] == "ddp") native["strategy"] = "zero1";
+}
+
 void take_optimizer(const Leaves& given, Json& native) {
   static const KeyKind kKinds[] = {
       {"adam", "AdamW", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
@@ -298,6 +318,7 @@ void take_optimizer(const Leaves& given, Json& native) {
       {"lion", "Lion", {{"lr", 1e-3}, {"betas", {0.9, 0.999}}, {"weight_decay", 0.0}}},
       {"adagrad", "Adagrad", {{"lr", 1e-2}, {"eps", 1e-10}, {"weight_decay", 0.0}}},
       {"sgd", "SGD", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
+      {kOneBit, "AdamW", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
   };
   const bool low = given.flag("bf16.bf16_optimizer_states", false) ||
                    !given.flag("optimizer.params.fp32_optimizer_states", true);
@@ -313,7 +334,8 @@ void take_optimizer(const Leaves& given, Json& native) {
                                         [&](const KeyKind& one) { return type == one.name; });
   if (kind == std::end(kKinds))
     refuse(given, "optimizer.type",
-           "\"Adam\", \"AdamW\", \"Lion\", \"Adagrad\", \"SGD\"; or pass a torch optimizer");
+           "\"Adam\", \"AdamW\", \"Lion\", \"Adagrad\", \"SGD\", \"OneBitAdam\"; or pass a torch "
+           "optimizer");
   Json optimizer = {{"type", kind->native}};
   optimizer.update(kind->defaults);
   const bool decays = given.flag("optimizer.params.adam_w_mode", true);
@@ -327,6 +349,7 @@ void take_optimizer(const Leaves& given, Json& native) {
     if (value != nullptr) optimizer[key] = *value;
   }
   if (type == "adam" && !decoupled) optimizer["type"] = "Adam";
+  if (type == kOneBit) take_one_bit(given, native);
   if (low) optimizer["moments_dtype"] = "bf16";
   native["optimizer"] = optimizer;
 }
@@ -448,6 +471,7 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
                         key.key.ends_with("mics_shard_size") ||
                         key.key.ends_with("zero_quantized_weights") ||
                         key.key.ends_with("zero_quantized_gradients") ||
+                        key.key.find("zeropp_loco_param") != std::string::npos ||
                         key.key.find("offload_param") != std::string::npos;
     if (shards && leaves.whole("zero_optimization.stage", 0) < 3) {
       key.fate = kNoEffect;

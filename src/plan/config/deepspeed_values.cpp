@@ -89,6 +89,7 @@ constexpr ValueRow kRows[] = {
     {"optimizer.params.dampening", kReal},
     {"optimizer.params.lr_decay", kReal},
     {"optimizer.params.max_grad_norm", kReal},
+    {"optimizer.params.freeze_step", kWhole, 0},
     {"optimizer.params.nesterov", kTruth},
     {"optimizer.params.adam_w_mode", kTruth},
     {"optimizer.params.torch_adam", kTruth},
