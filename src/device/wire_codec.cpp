@@ -527,14 +527,17 @@ void sum_pieces_on_device(const Sum& sum, const Wire& wire) {
 
 }  // namespace
 
-void add_residual(const Residual& residual, Address addends, Dtype dtype, int64_t numel) {
+void add_residual(const Residual& residual, float factor, Address addends, Dtype dtype,
+                  int64_t numel) {
   if (residual.before.data == nullptr) return;
   residual.for_each_range(numel, [&](int64_t begin, int64_t end, bool idle) {
     PENSTOCK_ASSERT(residual.kept() || !idle, "[device::add_residual] nothing keeps the residual");
     const Residual here = residual.from(begin);
     const int64_t count = end - begin, bytes = count * dtype_bytes(residual.dtype);
     if (!idle) {
-      take(addends + begin * dtype_bytes(dtype), dtype, here.before, here.dtype, count, true);
+      const void* const source = here.before.data;
+      sum_chunks({addends + begin * dtype_bytes(dtype), dtype, {&source, 1}, here.dtype, count,
+                  factor, /*accumulate=*/true});
       if (here.kept()) zero(here.after, bytes);
     } else if (here.after != here.before) {
       copy(here.after, here.before, bytes);

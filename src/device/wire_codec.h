@@ -65,9 +65,10 @@ struct Residual {
   }
 };
 
-// For a sum without an encoding: adds `before` to the addends and leaves it, in `after`, only where
-// it is idle. Without a kept `after`, no value may be idle.
-void add_residual(const Residual& residual, Address addends, Dtype dtype, int64_t numel);
+// For a sum without an encoding: adds `before`, multiplied by `factor`, to the addends and leaves it,
+// in `after`, only where it is idle. Without a kept `after`, no value may be idle.
+void add_residual(const Residual& residual, float factor, Address addends, Dtype dtype,
+                  int64_t numel);
 
 // Writes wire.encoded_bytes(values.numel) bytes to `to`. Without a kept residual, encodes the
 // values alone.

@@ -357,15 +357,15 @@ TEST_P(WireCodecTest, ASumWithoutEncodingTakesTheResidual) {
   for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
     std::vector<float> addends(10, 1.0F), before(10, 0.5F), after(10, 9.0F);
     const Address to{addends.data(), device}, from{before.data(), device};
-    add_residual({from, {after.data(), device}, Dtype::kFp32, idle, 0}, to, Dtype::kFp32, 10);
+    add_residual({from, {after.data(), device}, Dtype::kFp32, idle, 0}, 1.0F, to, Dtype::kFp32, 10);
     for (size_t i = 0; i < 10; ++i) {
       const bool waits = i >= 3 && i < 7;
       ASSERT_EQ(addends[i], waits ? 1.0F : 1.5F);
       ASSERT_EQ(after[i], waits ? 0.5F : 0.0F);
     }
-    add_residual({from, {}, Dtype::kFp32}, to, Dtype::kFp32, 10);
-    ASSERT_EQ(addends[4], 1.5F);
-    ASSERT_EQ(addends[9], 2.0F);
+    add_residual({from, {}, Dtype::kFp32}, 3.0F, to, Dtype::kFp32, 10);
+    ASSERT_EQ(addends[4], 2.5F);
+    ASSERT_EQ(addends[9], 3.0F);
   }
 }
 

@@ -201,7 +201,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       const device::Address data = start.memory ? start.data() : sum->one().data();
       flat.uncount();
       mem::Lease retired;
-      const device::Residual residual = residuals_.begin(flat, walk->route(), &retired);
+      const Travel::Fed residual = residuals_.begin(flat, walk->route(), &retired);
       walk->add({data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
                  start.moving, &flat.squares, &flat.norm_there, noise_of(flat, number_), residual});
       moved_.push_back(
@@ -353,7 +353,7 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
 
 std::pair<device::Address, int64_t> Gradients::counted(const Copy& copy) const {
   int64_t numel = copy.one().numel, begin = 0;
-  for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
+  for (const Axis axis : {Axis::kLocal, Axis::kNode}) {  // [Note: Shard order]
     if (copy.place.on(axis) != Layout::kReplicated) continue;
     numel /= rank_.mesh.size(axis);
     begin += rank_.mesh.coordinate(rank_.group.rank(), axis) * numel;

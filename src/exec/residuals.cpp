@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "src/device/kernels.h"
@@ -11,12 +12,6 @@
 namespace penstock::exec {
 
 namespace {
-
-const Pass* first_sum(const Route& route) {
-  const auto found = std::find_if(route.passes.begin(), route.passes.end(),
-                                  [](const Pass& pass) { return pass.sums(); });
-  return found == route.passes.end() ? nullptr : &*found;
-}
 
 // Returns the ranges of the flat to which this rank adds nothing; null if there are none.
 std::shared_ptr<const device::Residual::Ranges> idle_ranges(const Flat& flat) {
@@ -28,12 +23,6 @@ std::shared_ptr<const device::Residual::Ranges> idle_ranges(const Flat& flat) {
 }
 
 }  // namespace
-
-bool Residuals::belong_to(const Route& route) const {
-  const Pass* const sum = first_sum(route);
-  return rank_.cells.residual && sum != nullptr &&
-         sum->from.layout == rank_.cells.residual->layout;
-}
 
 Buffer Residuals::room_for(const Flat& flat) const {
   const Placement& rest = *rank_.cells.residual;
@@ -61,26 +50,36 @@ void Residuals::restore(Flat& flat, const Slot& slot) {
   }
 }
 
-device::Residual Residuals::begin(Flat& flat, const Route& route, mem::Lease* retired) {
-  if (!belong_to(route)) return {};
+Travel::Fed Residuals::begin(Flat& flat, const Route& route, mem::Lease* retired) {
+  const auto pass = rank_.cells.residual ? residual_pass(route, *rank_.cells.residual)
+                                         : std::optional<size_t>();
+  if (!pass) return {};
+  const Placement& rest = *rank_.cells.residual;
+  const Placement& addends = route.passes[*pass].from;
+  Travel::Fed fed{.pass = *pass, .numel = rank_.numel_of(rest, flat)};
+  fed.offset = rank_.begin_of(rest, flat) - rank_.begin_of(addends, flat);
+  for (const Axis axis : kDataAxes) {
+    if (addends.on(axis) != rest.on(axis)) {
+      fed.factor *= static_cast<float>(rank_.mesh.size(axis));
+    }
+  }
   auto& [kept, next] = flat.residual;
   Buffer& last = next ? *next : kept;
-  device::Residual residual{.dtype = rank_.cells.residual->dtype};
+  device::Residual& values = fed.values;
+  values.dtype = rest.dtype;
   if (last.memory) {
-    residual.before = last.data();
-    residual.idle = idle_ranges(flat);
-    residual.first = rank_.begin_of(*rank_.cells.residual, flat);
+    values.before = last.data();
+    values.idle = idle_ranges(flat);
+    values.first = rank_.begin_of(rest, flat);
   }
-  if (!first_sum(route)->wire.lossy() && !residual.idle) {
+  if (!route.passes[*pass].wire.lossy() && !values.idle) {
     if (next) *retired = std::move(next->memory);
     next.emplace();
-    return residual;
+    return fed;
   }
-  if (!next || !next->memory) {
-    next = room_for(flat);
-  }
-  residual.after = next->data();
-  return residual;
+  if (!next || !next->memory) next = room_for(flat);
+  values.after = next->data();
+  return fed;
 }
 
 Placement Residuals::saved() const {
@@ -88,10 +87,10 @@ Placement Residuals::saved() const {
   place.tier = Tier::kDevice;
   place.dtype = Dtype::kFp32;
   bool nests = true;  // shards over an outer axis contain the shards over inner axes
-  for (auto axis = kDataAxes.rbegin(); axis != kDataAxes.rend(); ++axis) {
+  for (auto axis = kShardOrder.rbegin(); axis != kShardOrder.rend(); ++axis) {
     if (place.on(*axis) == Layout::kSharded) {
       nests = false;
-    } else {
+    } else if (place.on(*axis) == Layout::kPartial) {
       place.on(*axis) = nests ? Layout::kSharded : Layout::kReplicated;
     }
   }

@@ -30,11 +30,9 @@ class Residuals {
  public:
   explicit Residuals(Rank& rank) : rank_(rank) {}
 
-  // Returns whether the first sum of the route has residuals.
-  bool belong_to(const Route& route) const;
-  // Returns where a walk that begins reads and writes the flat's residual. `retired` receives
-  // memory that must live until the walk has ended.
-  device::Residual begin(Flat& flat, const Route& route, mem::Lease* retired);
+  // Returns where a walk that begins reads and writes the flat's residual, if it has a sum with
+  // residuals. `retired` receives memory that must live until the walk has ended.
+  Travel::Fed begin(Flat& flat, const Route& route, mem::Lease* retired);
   // An update of all gradients follows: what the window left becomes the residual. The norm has told
   // which parameters have a gradient on any rank.
   void commit();

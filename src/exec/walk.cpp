@@ -121,22 +121,15 @@ int64_t Walk::lay_out_collective(size_t index) {
                   comm::Channel::staging_bytes(members, reduces_[index]));
 }
 
-size_t Walk::first_sum() const {
-  const auto sums = [](const Pass& pass) { return pass.sums(); };
-  const auto first = std::find_if(route_.passes.begin(), route_.passes.end(), sums);
-  return static_cast<size_t>(first - route_.passes.begin());
-}
-
 // Residuals that are not in the memory of the sum are copied there and back.
-void Walk::place_residuals(size_t index) {
-  const Placement& from = route_.passes[index].from;
+void Walk::place_residuals() {
   for (const Travel& travel : travels_) {
-    device::Residual here = travel.residual;
+    device::Residual here = travel.residual.values;
     const bool used = here.kept() || here.before.data != nullptr;
     const device::Device* const kept = (here.kept() ? here.after : here.before).device;
-    if (used && kept != owner(from.tier)) {
-      const Address room =
-          scratch(from.tier, numel_at(travel, from) * dtype_bytes(here.dtype));
+    const Tier tier = used ? route_.passes[travel.residual.pass].from.tier : Tier::kDevice;
+    if (used && kept != owner(tier)) {
+      const Address room = scratch(tier, travel.residual.numel * dtype_bytes(here.dtype));
       if (here.before.data != nullptr) here.before = room;
       if (here.kept()) here.after = room;
     }
@@ -145,26 +138,25 @@ void Walk::place_residuals(size_t index) {
 }
 
 void Walk::bring_residuals(size_t index) const {
-  const Pass& pass = route_.passes[index];
   for (size_t t = 0; t < travels_.size(); ++t) {
-    const Travel& travel = travels_[t];
+    const auto& [values, pass, numel, offset, factor] = travels_[t].residual;
     const device::Residual& here = residuals_[t];
-    if (here.before.data == nullptr) continue;
-    const int64_t numel = numel_at(travel, pass.from);
-    if (here.before != travel.residual.before) {
-      device::copy(here.before, travel.residual.before, numel * dtype_bytes(here.dtype));
+    if (pass != index || here.before.data == nullptr) continue;
+    if (here.before != values.before) {
+      device::copy(here.before, values.before, numel * dtype_bytes(here.dtype));
     }
-    if (pass.wire.lossy()) continue;  // the encoding adds it
-    device::add_residual(here, input(t, index), dtype_before(travel, index), numel);
+    if (route_.passes[index].wire.lossy()) continue;  // the encoding adds it
+    const Dtype dtype = dtype_before(travels_[t], index);
+    device::add_residual(here, factor, input(t, index) + offset * dtype_bytes(dtype), dtype, numel);
   }
 }
 
 void Walk::return_residuals(size_t index) const {
   for (size_t t = 0; t < travels_.size(); ++t) {
+    const Travel::Fed& fed = travels_[t].residual;
     const device::Residual& here = residuals_[t];
-    if (!here.kept() || here.after == travels_[t].residual.after) continue;
-    device::copy(travels_[t].residual.after, here.after,
-                 numel_at(travels_[t], route_.passes[index].from) * dtype_bytes(here.dtype));
+    if (fed.pass != index || !here.kept() || here.after == fed.values.after) continue;
+    device::copy(fed.values.after, here.after, fed.numel * dtype_bytes(here.dtype));
   }
 }
 
@@ -174,7 +166,7 @@ void Walk::add_encoded(size_t index) {
   for (size_t t = 0; t < travels_.size(); ++t) {
     if (pass.sums()) {
       encoded.add_sum(reduces_[index][t], pass.kind == PassKind::kAllReduce, travels_[t].noise,
-                      index == first_sum() ? residuals_[t] : device::Residual());
+                      travels_[t].residual.pass == index ? residuals_[t] : device::Residual());
     } else {
       encoded.add_gather(input(t, index), stops_[t][index], dtype_before(travels_[t], index),
                          numel_at(travels_[t], pass.from));
@@ -193,7 +185,7 @@ void Walk::ready() {
     encoded_.emplace_back(route_.passes[i].wire, *members_[i], i);
   }
   for (size_t t = 0; t < travels_.size(); ++t) lay_out(t);
-  if (first_sum() < num_passes) place_residuals(first_sum());
+  place_residuals();
   int64_t staging = 0;
   Tier tier = Tier::kDevice;
   for (size_t i = 0; i < num_passes; ++i) {
@@ -297,7 +289,7 @@ void Walk::gather(size_t index, comm::Channel& channel, const comm::Label& label
 }
 
 void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label) {
-  if (index == first_sum()) bring_residuals(index);
+  bring_residuals(index);
   if (route_.passes[index].wire.lossy()) {
     encoded_[index].run(channel, label, encoded_room_[index]);
   } else if (route_.passes[index].kind == PassKind::kAllReduce) {
@@ -305,7 +297,7 @@ void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label
   } else {
     channel.reduce_scatter(label, *members_[index], reduces_[index], staging_of(index));
   }
-  if (index == first_sum()) return_residuals(index);
+  return_residuals(index);
   count_squares(index);
 }
 

@@ -3,6 +3,7 @@
 // Each pass moves all buffers of the walk together, so a fused plan line is one exchange.
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "src/comm/channel.h"
@@ -28,8 +29,15 @@ struct Travel {
   double* squares = nullptr;
   at::Tensor* norm_there = nullptr;
   uint64_t noise = 0;  // for sums by a lossy wire ([Note: Noise])
-  // Of the addends of the first sum, on any tier ([Note: Residuals]).
-  device::Residual residual{};
+  // Of the addends of a sum, on any tier ([Note: Residuals]): its pass, its number of values, the
+  // index of the first of them among the addends and, without an encoding, its factor.
+  struct Fed {
+    device::Residual values{};
+    size_t pass = SIZE_MAX;
+    int64_t numel = 0, offset = 0;
+    float factor = 1.0F;
+  };
+  Fed residual{};
 };
 
 class Walk {
@@ -73,8 +81,7 @@ class Walk {
   int64_t lay_out_collective(size_t pass);
   void local(size_t pass) const;
   void add_encoded(size_t pass);
-  size_t first_sum() const;
-  void place_residuals(size_t pass);
+  void place_residuals();
   void bring_residuals(size_t pass) const;
   void return_residuals(size_t pass) const;
   void gather(size_t pass, comm::Channel& channel, const comm::Label& label);

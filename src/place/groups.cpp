@@ -15,11 +15,19 @@ std::vector<Axis> axes_in(unsigned set) {
   return axes;
 }
 
+Members ascending(const Mesh& mesh, int rank, const std::vector<Axis>& axes) {
+  Members members{mesh.group(rank, axes)};
+  std::sort(members.ranks.begin(), members.ranks.end());
+  const auto own = std::find(members.ranks.begin(), members.ranks.end(), rank);
+  members.index = static_cast<int>(own - members.ranks.begin());
+  return members;
+}
+
 }  // namespace
 
 Members owners(const Placement& place, const Mesh& mesh, int rank) {
   Members owners{std::vector<int>(static_cast<size_t>(num_shards(place, mesh)), -1), -1};
-  const std::vector<int> holders = mesh.group(rank, {Axis::kNode, Axis::kLocal});
+  const std::vector<int> holders = ascending(mesh, rank, {Axis::kNode, Axis::kLocal}).ranks;
   // Holders are visited in descending order, so that the lowest holder of a shard is written last.
   for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {
     owners.ranks[static_cast<size_t>(shard_index(place, mesh, *holder))] = *holder;
@@ -38,9 +46,9 @@ Groups::Groups(const Mesh& mesh, int rank) : members_(size_t{1} << kNumAxes) {
     const auto own = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
     members_[set] = {std::move(ranks), static_cast<int>(own)};
   }
+  everyone_ = ascending(mesh, rank, axes_in(used_axes_));
+  stage_ = ascending(mesh, rank, axes_in(used_axes_ & ~bit(Axis::kPipeline)));
 }
-
-const Members& Groups::everyone() const { return members_[used_axes_]; }
 
 const Members& Groups::of(const std::vector<Axis>& axes) const {
   unsigned set = 0;

@@ -8,7 +8,7 @@
 
 namespace penstock {
 
-// The ranks of one collective in shard order, and this rank's index among them.
+// The ranks of one collective, and this rank's index among them.
 struct Members {
   std::vector<int> ranks;
   int index = 0;
@@ -24,23 +24,22 @@ class Groups {
  public:
   Groups(const Mesh& mesh, int rank);
 
-  // Returns the ranks along `axes`; the order of `axes` does not matter. The result lives as long
-  // as this object. Allocates nothing.
+  // Returns the ranks along `axes` in shard order; the order of `axes` does not matter. The result
+  // lives as long as this object. Allocates nothing.
   const Members& of(const std::vector<Axis>& axes) const;
-  const Members& everyone() const;
+  const Members& everyone() const { return everyone_; }  // in ascending order
   const Members& data() const { return of({Axis::kNode, Axis::kLocal}); }
   const Members& tensor() const { return of({Axis::kTensor}); }
   const Members& pipeline() const { return of({Axis::kPipeline}); }
-  // The ranks of this pipeline stage; all ranks if there is one stage.
-  const Members& stage() const {
-    return of({Axis::kNode, Axis::kLocal, Axis::kExpert, Axis::kSequence, Axis::kTensor});
-  }
+  // The ranks of this pipeline stage in ascending order; all ranks if there is one stage.
+  const Members& stage() const { return stage_; }
 
  private:
   // Indexed by the set of axes, one bit each. Before a lookup, the bits of axes of size one are
   // cleared, so all entries with such a bit stay empty.
   std::vector<Members> members_;
   unsigned used_axes_ = 0;
+  Members everyone_, stage_;
 };
 
 }  // namespace penstock

@@ -51,10 +51,10 @@ void push(std::vector<Move>& moves, MoveKind kind, Axis axis, const Wire& wire) 
 std::vector<Axis> reopened_axes(const Placement& from, const Placement& to) {
   std::vector<Axis> reopened;
   bool outer_changes = false;
-  for (const AxisRow& row : kAxes) {
-    const bool was = from.on(row.axis) == Layout::kSharded;
-    const bool is = to.on(row.axis) == Layout::kSharded;
-    if (outer_changes && was && is) reopened.push_back(row.axis);
+  for (const Axis axis : kShardOrder) {
+    const bool was = from.on(axis) == Layout::kSharded;
+    const bool is = to.on(axis) == Layout::kSharded;
+    if (outer_changes && was && is) reopened.push_back(axis);
     outer_changes = outer_changes || was != is;
   }
   return reopened;
@@ -72,10 +72,12 @@ std::vector<Move> layout_moves(const Placement& from, const Placement& to, const
     if (!wanted && !(reopens && among(reopened, axis))) return;
     push(moves, kind, axis, kind == MoveKind::kSlice ? Wire() : wires.on(axis));
   };
-  for (auto row = kAxes.rbegin(); row != kAxes.rend(); ++row) add(row->axis, MoveKind::kAllGather);
-  for (const AxisRow& row : kAxes)
-    for (const MoveKind kind : {MoveKind::kReduceScatter, MoveKind::kSlice}) add(row.axis, kind);
-  for (const AxisRow& row : kAxes) add(row.axis, MoveKind::kAllReduce);
+  for (auto axis = kShardOrder.rbegin(); axis != kShardOrder.rend(); ++axis) {
+    add(*axis, MoveKind::kAllGather);
+  }
+  for (const Axis axis : kShardOrder)
+    for (const MoveKind kind : {MoveKind::kReduceScatter, MoveKind::kSlice}) add(axis, kind);
+  for (const Axis axis : kShardOrder) add(axis, MoveKind::kAllReduce);
   return moves;
 }
 
@@ -102,10 +104,11 @@ bool applies(const Placement& place, const Move& move) {
     if (place.on(axis) != change.from) return false;
   // While an inner axis is sharded, no outer axis may be gathered or cut: the shards would not stay
   // contiguous.
-  const Axis outermost = *std::min_element(move.axes.begin(), move.axes.end());
-  return !cuts(change) || std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
-    return row.axis < outermost || among(move.axes, row.axis) ||
-           place.on(row.axis) != Layout::kSharded;
+  int outermost = static_cast<int>(kNumAxes);
+  for (const Axis axis : move.axes) outermost = std::min(outermost, nesting(axis));
+  return !cuts(change) || std::all_of(kShardOrder.begin(), kShardOrder.end(), [&](Axis axis) {
+    return nesting(axis) < outermost || among(move.axes, axis) ||
+           place.on(axis) != Layout::kSharded;
   });
 }
 

@@ -40,15 +40,13 @@ int Mesh::coordinate(int rank, Axis axis) const {
 
 std::vector<int> Mesh::group(int rank, const std::vector<Axis>& axes) const {
   std::vector<int> ranks = {rank};
-  // Axes are visited in nesting order, and each axis multiplies the members so far, so the result
-  // is in ascending order.
-  for (const AxisRow& row : kAxes) {
-    if (std::find(axes.begin(), axes.end(), row.axis) == axes.end()) continue;
-    const int own = coordinate(rank, row.axis);
+  // Axes are visited from the outermost, and each axis multiplies the members so far.
+  for (const Axis axis : kShardOrder) {
+    if (std::find(axes.begin(), axes.end(), axis) == axes.end()) continue;
+    const int own = coordinate(rank, axis);
     std::vector<int> wider;
     for (const int member : ranks)
-      for (int i = 0; i < size(row.axis); ++i)
-        wider.push_back(member + (i - own) * stride(row.axis));
+      for (int i = 0; i < size(axis); ++i) wider.push_back(member + (i - own) * stride(axis));
     ranks = std::move(wider);
   }
   return ranks;

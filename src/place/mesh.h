@@ -10,7 +10,7 @@
 
 namespace penstock {
 
-// Axes in nesting order: ranks that differ only in the last axis are neighbours; ranks of different
+// Axes in the order of ranks: ranks that differ only in the last axis are neighbours; ranks of different
 // stages are farthest apart. A new axis needs one name here and one row below.
 enum class Axis : uint8_t { kPipeline, kNode, kLocal, kExpert, kSequence, kTensor };
 
@@ -32,14 +32,27 @@ static_assert(std::all_of(kAxes.begin(), kAxes.end(), [](const AxisRow& row) {
   return &row == &kAxes[static_cast<size_t>(row.axis)];
 }));
 
-// The two axes that form the data axis. They are adjacent in the nesting, so a rank's position on
-// both is node * local_size + local.
+// The two axes that form the data axis.
 inline constexpr std::array kDataAxes = {Axis::kNode, Axis::kLocal};
+
+// [Note: Shard order] The order in which shards nest, from the outermost axis to the innermost. It
+// differs from the order of ranks: shards over `node` are inside those over `local`. So, if the two
+// axes have different wires, gradients are summed inside nodes first, and each rank sends only its
+// shard of these sums to other nodes. Parameters are gathered between nodes first, while each rank
+// has only its shard, and then inside nodes. The position of a rank among the data ranks of a
+// collective is local * node_size + node.
+inline constexpr std::array kShardOrder = {Axis::kPipeline, Axis::kLocal,    Axis::kNode,
+                                           Axis::kExpert,   Axis::kSequence, Axis::kTensor};
+static_assert(kShardOrder.size() == kNumAxes);
+constexpr int nesting(Axis axis) {  // 0: outermost
+  return static_cast<int>(std::find(kShardOrder.begin(), kShardOrder.end(), axis) -
+                          kShardOrder.begin());
+}
 
 const char* axis_name(Axis axis);
 
 struct Mesh {
-  std::array<int, kNumAxes> sizes;  // in nesting order
+  std::array<int, kNumAxes> sizes;  // by Axis
 
   Mesh() { sizes.fill(1); }
   // Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 4}}); every other axis has size one.
@@ -49,8 +62,8 @@ struct Mesh {
   int data() const { return size(Axis::kNode) * size(Axis::kLocal); }
   int world() const;
   int coordinate(int rank, Axis axis) const;
-  // Returns the ranks that differ from `rank` only along `axes`, in ascending order. The position
-  // in this list is the shard index.
+  // Returns the ranks that differ from `rank` only along `axes`. The position in this list is the
+  // shard index ([Note: Shard order]).
   std::vector<int> group(int rank, const std::vector<Axis>& axes) const;
   std::string text() const;  // "node=2 local=4 tensor=2": node, local, and each axis above size one
   // Parses the form that text() returns. Throws ConfigError.

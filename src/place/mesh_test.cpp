@@ -36,7 +36,7 @@ TEST(MeshTest, GroupsDifferOnlyAlongTheirAxes) {
   EXPECT_EQ(kMesh.group(5, {Axis::kTensor}), (Ranks{4, 5, 6, 7}));
   EXPECT_EQ(kMesh.group(5, {Axis::kLocal}), (Ranks{1, 5, 9}));
   EXPECT_EQ(kMesh.group(5, {Axis::kNode}), (Ranks{5, 17}));
-  EXPECT_EQ(kMesh.group(5, {Axis::kNode, Axis::kLocal}), (Ranks{1, 5, 9, 13, 17, 21}));
+  EXPECT_EQ(kMesh.group(5, {Axis::kNode, Axis::kLocal}), (Ranks{1, 13, 5, 17, 9, 21}));
   EXPECT_EQ(kMesh.group(5, {Axis::kLocal, Axis::kNode}),
             kMesh.group(5, {Axis::kNode, Axis::kLocal}));
   EXPECT_EQ(kMesh.group(5, {Axis::kPipeline}), (Ranks{5}));

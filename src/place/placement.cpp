@@ -189,9 +189,9 @@ int num_shards(const Placement& place, const Mesh& mesh) {
 
 int shard_index(const Placement& place, const Mesh& mesh, int rank) {
   int index = 0;
-  for (const AxisRow& row : kAxes)
-    if (place.on(row.axis) == Layout::kSharded)
-      index = index * mesh.size(row.axis) + mesh.coordinate(rank, row.axis);
+  for (const Axis axis : kShardOrder)
+    if (place.on(axis) == Layout::kSharded)
+      index = index * mesh.size(axis) + mesh.coordinate(rank, axis);
   return index;
 }
 

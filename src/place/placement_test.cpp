@@ -87,18 +87,18 @@ TEST(PlacementTest, MovesParse) {
     EXPECT_THROW(parse_move(wrong), ConfigError) << wrong;
 }
 
-TEST(PlacementTest, ShardsNestWithNodeOutermost) {
+TEST(PlacementTest, ShardsOverNodesAreInsideThoseOverLocalRanks) {
   const Mesh mesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 3}, {Axis::kTensor, 2}});
-  const int rank = (1 * 3 + 2) * 2 + 1;  // node 1, local 2, tensor 1
+  const int rank = (1 * 3 + 0) * 2 + 1;  // node 1, local 0, tensor 1
   const auto shard = [&](const char* text) {
     const Placement place = Placement::parse(text);
     return std::pair(shard_index(place, mesh, rank), num_shards(place, mesh));
   };
-  EXPECT_EQ(shard("SS@device:fp32"), std::pair(5, 6));
+  EXPECT_EQ(shard("SS@device:fp32"), std::pair(1, 6));
   EXPECT_EQ(shard("SR@device:fp32"), std::pair(1, 2));
-  EXPECT_EQ(shard("RS@device:fp32"), std::pair(2, 3));
+  EXPECT_EQ(shard("RS@device:fp32"), std::pair(0, 3));
   EXPECT_EQ(shard("RP@device:fp32"), std::pair(0, 1));
-  EXPECT_EQ(shard("SS,tensor=S@device:fp32"), std::pair(11, 12));
+  EXPECT_EQ(shard("SS,tensor=S@device:fp32"), std::pair(3, 12));
   EXPECT_EQ(shard("SR,tensor=S@device:fp32"), std::pair(3, 4));
   EXPECT_EQ(shard("SR,sequence=S@device:fp32"), std::pair(1, 2));
 }

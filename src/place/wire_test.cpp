@@ -69,9 +69,9 @@ TEST(WireTest, CollectivesWithDifferentWiresAreNotJoined) {
   const auto wires = [](const char* text) { return Wires::parse(text, Rounding::kNearest); };
   EXPECT_EQ(text_of(hops(shards, whole, wires("int8"))), "all_gather(data:int8/128);");
   EXPECT_EQ(text_of(hops(shards, whole, wires("node:int8"))),
-            "all_gather(local);all_gather(node:int8/128);");
+            "all_gather(node:int8/128);all_gather(local);");
   EXPECT_EQ(text_of(hops(addends, shards, wires("node:int4,local:int8"))),
-            "reduce_scatter(node:int4/128);reduce_scatter(local:int8/128);");
+            "reduce_scatter(local:int8/128);reduce_scatter(node:int4/128);");
   EXPECT_EQ(text_of(hops(whole, shards, wires("int8"))), "slice(data);");
   EXPECT_THROW(parse_move("slice(data:int8)"), ConfigError);
 }

@@ -176,10 +176,10 @@ class Checker {
           "gradients are rounded twice on their way, and a residual keeps one rounding: use a "
           "strategy that shards the optimizer state, such as zero1, and one wire for both axes");
     }
-    if (!sum.first) {
+    if (!sum.direct) {
       refuse_residual(
-          "a sum with another wire comes before the sum that rounds: give both axes the same wire, "
-          "or give the lossy wire to the axis that is summed first");
+          "gradients are gathered before the sum that rounds: hold them in a layout from which they "
+          "are only reduced");
     }
     if (rest.layout != sum.addends.layout) {
       Placement wanted = rest;

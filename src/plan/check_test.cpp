@@ -95,9 +95,10 @@ Table with_residual(Table table, const char* wires, const char* rest) {
 
 TEST(CheckTest, AResidualHasTheLayoutOfTheAddendsOfTheSumThatRounds) {
   EXPECT_EQ(refusal(with_residual(zero3(), "int4/128/nearest", "PP@host:bf16")), "");
-  EXPECT_EQ(refusal(with_residual(zero3(), "node:int4", "PP@device:fp32")), "");
-  const Table held = with(Role::kGrad, Phase::kHold, "SP@device:fp32");
-  EXPECT_EQ(refusal(with_residual(held, "local:int4", "SP@device:fp32")), "");
+  EXPECT_EQ(refusal(with_residual(zero3(), "local:int4", "PP@device:fp32")), "");
+  EXPECT_EQ(refusal(with_residual(zero3(), "node:int4", "PS@device:fp32")), "");
+  const Table held = with(Role::kGrad, Phase::kHold, "PS@device:fp32");
+  EXPECT_EQ(refusal(with_residual(held, "node:int4", "PS@device:fp32")), "");
   struct Case {
     Table table;
     const char* says;
@@ -105,8 +106,11 @@ TEST(CheckTest, AResidualHasTheLayoutOfTheAddendsOfTheSumThatRounds) {
   const Case cases[] = {
       {with_residual(zero3(), "plain", "PP@device:fp32"), "no sum of gradients rounds anything"},
       {with_residual(zero3(), "int4", "PS@device:fp32"), "it can only be \"PP@device:fp32\""},
-      {with_residual(held, "int4", "SP@device:fp32"), "rounded twice"},
-      {with_residual(zero3(), "local:int4", "SP@device:fp32"), "a sum with another wire comes"},
+      {with_residual(held, "int4", "PS@device:fp32"), "rounded twice"},
+      {with_residual(with(Role::kGrad, Phase::kHold, "SP@device:fp32"), "local:int4",
+                     "SP@device:fp32"),
+       "gradients are gathered before"},
+      {with_residual(zero3(), "node:int4", "PP@device:fp32"), "it can only be \"PS@device:fp32\""},
       {with_residual(preset("ddp", {.precision = Dtype::kBf16}), "int4", "PP@device:fp32"),
        "rounded twice"},
       {with_residual(zero3(), "int4", "PP@disk:fp32"), "the tier can be device or host"},

@@ -86,6 +86,29 @@ Dtype Route::dtype_after(size_t pass, Dtype first, Dtype last) const {
   return dtype == from.dtype ? first : Dtype::kFp32;
 }
 
+std::optional<size_t> residual_pass(const Route& route, const Placement& rest) {
+  const auto each_axis = [](const auto& holds) {
+    return std::all_of(kDataAxes.begin(), kDataAxes.end(), holds);
+  };
+  const bool completes = each_axis([&](Axis axis) {
+    return rest.on(axis) != Layout::kPartial || route.to.on(axis) != Layout::kPartial;
+  });
+  const bool lossy = std::any_of(route.passes.begin(), route.passes.end(),
+                                 [](const Pass& pass) { return pass.sums() && pass.wire.lossy(); });
+  for (size_t i = 0; i < route.passes.size() && completes; ++i) {
+    const Pass& pass = route.passes[i];
+    if (!pass.sums() || pass.wire.lossy() != lossy) continue;
+    // A plain sum may also add up the axes over which the residual is sharded.
+    const bool fits = each_axis([&](Axis axis) {
+      const bool sums_too = rest.on(axis) == Layout::kSharded && !lossy;
+      return pass.from.on(axis) == rest.on(axis) ||
+             (sums_too && pass.from.on(axis) == Layout::kPartial);
+    });
+    if (fits) return i;
+  }
+  return {};
+}
+
 Route route(const Placement& from, const std::vector<Move>& moves, const Mesh& mesh, int rank,
             bool consumes) {
   Route route{from, from, {}};

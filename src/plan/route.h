@@ -15,6 +15,7 @@
 //                          ends in the resting copy or in this rank's shard of it
 // P stands for an incomplete mean: each sum is divided by the number of ranks whose values it adds.
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "src/place/placement.h"
@@ -56,5 +57,10 @@ struct Route {
 // ConfigError if a move cannot start.
 Route route(const Placement& from, const std::vector<Move>& moves, const Mesh& mesh, int rank,
             bool consumes = true);
+
+// Returns the pass before which the residual at `rest` is added to the addends of a sum ([Note:
+// Residuals]): the sum by a lossy wire or, in a route without one, the first sum of a route that
+// completes the sum of the residual. Nothing if the route has no such pass.
+std::optional<size_t> residual_pass(const Route& route, const Placement& rest);
 
 }  // namespace penstock

@@ -226,13 +226,13 @@ std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh) {
   std::vector<LossySum> sums;
   for (const auto& [from, to] : ways) {
     Placement at = from;
-    bool first = true;
+    bool direct = true;
     for (const Move& move : hops(from, to, table.wires.grad)) {
       int ranks = 1;
       for (const Axis axis : move.axes) ranks *= mesh.size(axis);
       const bool exchanges = move.is_collective() && ranks > 1;
-      if (exchanges && move.wire.lossy()) sums.push_back({at, move.kind, move.wire, first});
-      first &= !exchanges;
+      if (exchanges && move.wire.lossy()) sums.push_back({at, move.kind, move.wire, direct});
+      direct &= !exchanges || move.kind == MoveKind::kReduceScatter;
       at = apply(at, move);
     }
   }

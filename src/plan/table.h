@@ -98,7 +98,7 @@ struct LossySum {
   Placement addends;  // before the sum
   MoveKind kind{};
   Wire wire{};
-  bool first = false;  // no other collective moves the gradient before it
+  bool direct = false;  // before it, the gradient is only reduced over other axes
 };
 // Returns the sums of a gradient on its way to its update. `table` must be normalized for the mesh.
 std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh);

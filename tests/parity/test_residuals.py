@@ -22,10 +22,11 @@ PLACES: dict[str, tuple[str, dict[str, int], str, str]] = {
     "zero1": ("zero1", {}, "PP", ""),
     "zero2": ("zero2", {}, "PP", ""),
     "zero3": ("zero3", {}, "PP", ""),
-    "nodes": ("zero3", {"node": 2}, "PP", ""),
-    "hpz": ("hpz", {"node": 2}, "PP", ""),
-    "held": ("zero3", {"node": 2}, "PP", "PP@host:fp32"),
-    "between": ("zero2", {"node": 2}, "SP", "SP@device:fp32"),
+    "nodes": ("zero3", {"node": 2}, "PS", ""),
+    "hpz": ("hpz", {"node": 2}, "PS", ""),
+    "inside": ("zero3", {"node": 2}, "PP", ""),
+    "held": ("zero3", {"node": 2}, "PS", "PP@host:fp32"),
+    "between": ("zero2", {"node": 2}, "PS", "PS@device:fp32"),
 }
 
 
@@ -49,7 +50,7 @@ def settings_of(place: str, wire: str, **more: Any) -> dict[str, Any]:
     strategy, mesh, layout, hold = PLACES[place]
     tier, dtype = more.pop("tier", "device"), more.pop("dtype", "fp32")
     if mesh:
-        wire = f"{'local' if place == 'between' else 'node'}:{wire}"
+        wire = f"{'local' if place == 'inside' else 'node'}:{wire}"
     table: dict[str, Any] = {
         "wire": {"grad": wire},
         "residual": {"rest": f"{layout}@{tier}:{dtype}"},

@@ -50,13 +50,10 @@ class StateBytes {
     return {place.tier, use, bytes(role, unit, place, chunk)};
   }
 
-  // Returns whether the first sum of the route has residuals ([Note: Residuals]).
+  // Returns whether a sum of the route has residuals.
   bool has_residual(const Route& way) const {
-    if (!table_.keeps_residual()) return false;
-    const auto sum = std::find_if(way.passes.begin(), way.passes.end(),
-                                  [](const Pass& pass) { return pass.sums(); });
-    return sum != way.passes.end() &&
-           sum->from.layout == cell(Role::kResidual, Phase::kRest).layout;
+    return table_.keeps_residual() &&
+           residual_pass(way, cell(Role::kResidual, Phase::kRest)).has_value();
   }
 
   // Returns the bytes of a unit's gradient in fp32.
