@@ -420,7 +420,7 @@ MUTATIONS = [
         "who shares a parameter's old memory sees its new values",
         BORDER,
         "  if (shares_storage(param.tensor, *slot)) {",
-        "  if (false) {",
+        "  if (shares_storage(param.tensor, *slot) && false) {",
         OTHER_MEMORY,
     ),
     Mutation(

@@ -14,12 +14,18 @@ def wires(tests: str) -> Pytest:
     return Pytest(("tests/parity/test_wires.py", "-k", tests))
 
 
+def residuals(tests: str) -> Pytest:
+    return Pytest(("tests/parity/test_residuals.py", "-k", tests))
+
+
 TRAINING = wires("trains_like and zero3-fp32")
 ARRIVE = wires("arrive and zero3-int8-fp32")
 SUMS = wires("at_most_a_step and ddp-int8")
 EXACT = wires("edits_are_exact and zero3")
 EXACT_STEPS = wires("exact_steps_are_those and late")
 PLANNING = "src/engine/step/planning.cpp"
+RESIDUALS = "src/exec/residuals.cpp"
+LOST = residuals("nothing_is_lost and 26")
 
 OVER_WIRES = [
     Mutation(
@@ -32,14 +38,14 @@ OVER_WIRES = [
     Mutation(
         "an infinite value is encoded as a number",
         "src/device/wire_blocks.h",
-        "if (largest_bits >= kInfBits) return",
-        "if (largest_bits > kInfBits) return",
+        "if (largest_bits >= kInfBits) return {",
+        "if (largest_bits > kInfBits) return {",
         CODEC,
     ),
     Mutation(
         "gradients may be rounded to nearest",
         "src/plan/check.cpp",
-        "if (rounds(Role::kGrad, Rounding::kNearest)) {",
+        "if (rounds(Role::kGrad, Rounding::kNearest) && !table_.keeps_residual()) {",
         "if (false) {",
         wires("refused and biased"),
     ),
@@ -126,5 +132,54 @@ OVER_WIRES = [
         "  Planning{state}.follow_wires();\n",
         "",
         EXACT_STEPS,
+    ),
+    Mutation(
+        "a step that is dropped changes the residual",
+        "src/exec/gradients.cpp",
+        "  Residuals::drop(flat);\n",
+        "",
+        residuals("dropped_window and zero1"),
+    ),
+    Mutation(
+        "a parameter without a gradient sends its residual",
+        RESIDUALS,
+        "    if (!slot.touched) ranges->emplace_back",
+        "    if (slot.numel < 0) ranges->emplace_back",
+        LOST,
+    ),
+    Mutation(
+        "what a sign leaves in a parameter without a gradient is kept",
+        RESIDUALS,
+        "        if (!slot.touched) restore(flat, slot);\n",
+        "        if (slot.numel < 0) restore(flat, slot);\n",
+        residuals("nothing_is_lost and 3"),
+    ),
+    Mutation(
+        "an exact sum over all ranks adds a node's residual as one rank's",
+        RESIDUALS,
+        "      fed.factor *= static_cast<float>(rank_.mesh.size(axis));\n",
+        "      fed.factor *= static_cast<float>(rank_.mesh.size(axis) > 0);\n",
+        LOST,
+    ),
+    Mutation(
+        "a loaded residual counts once, not for each rank",
+        RESIDUALS,
+        "      addends *= rank_.mesh.size(axis);\n",
+        "      addends *= rank_.mesh.size(axis) > 0;\n",
+        residuals("checkpoint_keeps"),
+    ),
+    Mutation(
+        "second moments are made of signs",
+        "src/exec/updates.h",
+        "    return update_.keeps_second_moments && slot.squared > 0;\n",
+        "    return update_.keeps_second_moments && slot.squared > 99;\n",
+        residuals("leave_second_moments"),
+    ),
+    Mutation(
+        "a checkpoint counts the updates of second moments as those of weights",
+        "src/engine/model/checkpoints.cpp",
+        "        if (slot.squared != slot.updates) squared[name] = slot.squared;\n",
+        "        if (slot.squared > slot.updates) squared[name] = slot.squared;\n",
+        residuals("leave_second_moments"),
     ),
 ]
