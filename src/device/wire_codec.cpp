@@ -35,7 +35,7 @@ using F32 = hn::CappedTag<float, 16>;  // at most half a block
 using I32 = hn::RebindToSigned<F32>;
 using U32 = hn::RebindToUnsigned<F32>;
 using I8 = hn::Rebind<int8_t, F32>;
-constexpr int64_t kGroup = 16;  // values of which the signs are two bytes
+constexpr int64_t kGroup = 16;            // values of which the signs are two bytes
 using Pairs = hn::ScalableTag<uint16_t>;  // a pair of values as two bytes
 using Packed = hn::Rebind<uint8_t, Pairs>;
 
@@ -117,8 +117,8 @@ HWY_INLINE void unpack(const uint8_t* packed, int64_t count, int8_t* values) {
   }
 }
 
-// Returns the sum of the magnitudes, each multiplied by `factor`. For every instruction set, the same
-// sixteen partial sums are added up in the same order.
+// Returns the sum of the magnitudes, each multiplied by `factor`. For every instruction set, the
+// same sixteen partial sums are added up in the same order.
 HWY_INLINE float sum_of_magnitudes(const float* values, int64_t count, float factor) {
   const F32 d;
   HWY_ALIGN float sums[kGroup] = {};
@@ -400,7 +400,8 @@ at::Tensor decoded_on_device(Address piece, int64_t numel, int64_t at, int64_t c
 at::Tensor encoded_signs_on_device(const at::Tensor& rows, int64_t count,
                                    const at::Tensor& scales) {
   const int64_t block = rows.size(1);
-  const at::Tensor groups = rows.abs().mul_(1.0 / static_cast<double>(block)).view({-1, block / 16, 16});
+  const at::Tensor groups =
+      rows.abs().mul_(1.0 / static_cast<double>(block)).view({-1, block / 16, 16});
   at::Tensor sums = at::zeros_like(groups.select(1, 0));
   for (int64_t i = 0; i < block / 16; ++i) sums.add_(groups.select(1, i));
   for (int64_t half = 8; half > 0; half /= 2) {
@@ -413,9 +414,9 @@ at::Tensor encoded_signs_on_device(const at::Tensor& rows, int64_t count,
     mean.narrow(0, mean.size(0) - 1, 1).mul_(static_cast<double>(whole / here));
   }
   const at::Tensor largest = rows.abs().amax({1});
-  mean = mean.masked_fill(largest.lt(kLeast), 0.0)
-             .masked_fill(largest.isfinite().logical_not(),
-                          std::numeric_limits<double>::quiet_NaN());
+  mean =
+      mean.masked_fill(largest.lt(kLeast), 0.0)
+          .masked_fill(largest.isfinite().logical_not(), std::numeric_limits<double>::quiet_NaN());
   scales.copy_(mean);
   const at::Tensor negative = rows.signbit().logical_and_(mean.gt(0.0).unsqueeze(1));
   const int64_t num_bytes = (count + 7) / 8;
@@ -536,8 +537,13 @@ void add_residual(const Residual& residual, float factor, Address addends, Dtype
     const int64_t count = end - begin, bytes = count * dtype_bytes(residual.dtype);
     if (!idle) {
       const void* const source = here.before.data;
-      sum_chunks({addends + begin * dtype_bytes(dtype), dtype, {&source, 1}, here.dtype, count,
-                  factor, /*accumulate=*/true});
+      sum_chunks({addends + begin * dtype_bytes(dtype),
+                  dtype,
+                  {&source, 1},
+                  here.dtype,
+                  count,
+                  factor,
+                  /*accumulate=*/true});
       if (here.kept()) zero(here.after, bytes);
     } else if (here.after != here.before) {
       copy(here.after, here.before, bytes);

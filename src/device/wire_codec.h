@@ -1,9 +1,10 @@
 #pragma once
 // The encoded form of lossy wires ([Note: Wires], src/place/wire.h): the scales of all blocks, then
 // one int8 per value, or two values of four bits per byte (the even value in the low half), or the
-// signs of eight values per byte (1: negative; the first value in the lowest bit). On the host, SIMD (Highway) is chosen at run time and the work is split with at::parallel_for; on a
-// device, torch's operations run on this thread's stream. Every instruction set, number of threads
-// and device gives the same bytes.
+// signs of eight values per byte (1: negative; the first value in the lowest bit). On the host,
+// SIMD (Highway) is chosen at run time and the work is split with at::parallel_for; on a device,
+// torch's operations run on this thread's stream. Every instruction set, number of threads and
+// device gives the same bytes.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -65,8 +66,8 @@ struct Residual {
   }
 };
 
-// For a sum without an encoding: adds `before`, multiplied by `factor`, to the addends and leaves it,
-// in `after`, only where it is idle. Without a kept `after`, no value may be idle.
+// For a sum without an encoding: adds `before`, multiplied by `factor`, to the addends and leaves
+// it, in `after`, only where it is idle. Without a kept `after`, no value may be idle.
 void add_residual(const Residual& residual, float factor, Address addends, Dtype dtype,
                   int64_t numel);
 

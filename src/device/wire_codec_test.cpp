@@ -33,7 +33,8 @@ std::vector<Wire> every_wire() {
 }
 
 std::vector<Wire> sign_wires() {
-  return {{Code::kSign, 32, Rounding::kNearest}, {Code::kSign, 64, Rounding::kNearest},
+  return {{Code::kSign, 32, Rounding::kNearest},
+          {Code::kSign, 64, Rounding::kNearest},
           {Code::kSign, 128, Rounding::kNearest}};
 }
 
@@ -304,7 +305,9 @@ TEST_P(WireCodecTest, WhatIsRoundedAwayIsInTheResidual) {
     for (const Wire& wire : wires_of_all_codes()) {
       for (const auto& [ranges, has] : {std::pair(idle, true), {nullptr, true}, {nullptr, false}}) {
         std::vector<float> sum = values;
-        const auto is_idle = [&](size_t i) { return ranges && (i < 130 || (i >= 2'000 && i < 2'100)); };
+        const auto is_idle = [&](size_t i) {
+          return ranges && (i < 130 || (i >= 2'000 && i < 2'100));
+        };
         for (size_t i = 0; i < sum.size(); ++i) sum[i] += has && !is_idle(i) ? fed[i] : 0.0F;
         const Bytes wanted = encoded(in_dtype(sum, Dtype::kFp32), Dtype::kFp32, wire, {5, 9});
         const std::vector<float> seen = decoded(wanted, numel, wire);

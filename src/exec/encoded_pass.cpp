@@ -1,5 +1,7 @@
 #include "src/exec/encoded_pass.h"
 
+#include <utility>
+
 #include "src/base/text.h"
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
@@ -18,22 +20,26 @@ void EncodedPass::add_gather(Address own, Address full, Dtype dtype, int64_t num
   add({.own = own, .full = full, .dtype = dtype, .numel = numel});
 }
 
-void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise,
-                          const device::Residual& residual) {
+void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise) {
   sums_ = true;
   everywhere_ = everywhere;
   Encoding part{.full = buffer.partial,
                 .sum = buffer,
                 .dtype = buffer.dtype,
                 .numel = buffer.numel / members_.size(),
-                .noise = noise,
-                .residual = residual};
+                .noise = noise};
   if (everywhere) {  // the sum is made in place of this rank's own addends
     part.sum.result = shard(part, buffer.partial, members_.index);
     part.sum.result_dtype = buffer.dtype;
     part.sum.accumulate = false;
   }
   add(part);
+}
+
+void EncodedPass::feed(const device::Residual& residual,
+                       std::shared_ptr<const device::Residual::Ranges> gaps) {
+  parts_.back().residual = residual;
+  parts_.back().gaps = std::move(gaps);
 }
 
 // A sum has the pieces that are sent and the pieces that are received.
@@ -58,8 +64,8 @@ void EncodedPass::run(comm::Channel& channel, const comm::Label& label, Address 
 // This rank's own shard is decoded as well, so that all members have equal values.
 void EncodedPass::gather(comm::Channel& channel, const comm::Label& label, Address room) {
   for (const Encoding& part : parts_) {
-    device::encode(room + members_.index * piece_ + part.offset,
-                   {part.own, part.dtype, part.numel}, wire_, {key(part, channel.step()), 0});
+    device::encode(room + members_.index * piece_ + part.offset, {part.own, part.dtype, part.numel},
+                   wire_, {key(part, channel.step()), 0});
   }
   channel.all_gather(label, members_, {{room, piece_}});
   for (int member = 0; member < members_.size(); ++member) {
@@ -91,6 +97,10 @@ void EncodedPass::sum(comm::Channel& channel, const comm::Label& label, Address 
     device::decode_sum(
         {to.result, to.result_dtype, sources, Dtype::kFp32, part.numel, to.scale, to.accumulate},
         wire_);
+    for (const auto& [begin, end] : part.gaps ? *part.gaps : device::Residual::Ranges()) {
+      const int64_t size = dtype_bytes(to.result_dtype);
+      device::zero(to.result + begin * size, (end - begin) * size);
+    }
   }
   if (everywhere_) {
     EncodedPass sums(wire_, members_, ~number_);

@@ -7,6 +7,7 @@
 // addends and are equal in a run that was resumed. They are also equal on ranks of other axes
 // (tensor ranks, stages), which may add up equal gradients and must get equal sums.
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "src/comm/channel.h"
@@ -26,9 +27,11 @@ class EncodedPass {
   // shards of all members. `own` may be in its place in `full`.
   void add_gather(device::Address own, device::Address full, Dtype dtype, int64_t numel);
   // Adds a sum. Its scratch is not used. If `everywhere`, all shards of the sum replace `partial`.
-  // `noise`: from the flat and the backward. `residual`: of all addends; not if `everywhere`.
-  void add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise,
-               const device::Residual& residual = {});
+  // `noise`: from the flat and the backward.
+  void add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise);
+  // Gives the last sum a residual of all its addends. It must not be `everywhere`. `gaps`: ranges
+  // of the result that are zero; null: none.
+  void feed(const device::Residual& residual, std::shared_ptr<const device::Residual::Ranges> gaps);
 
   // Returns the bytes that run() needs.
   int64_t room_bytes() const;
@@ -43,6 +46,7 @@ class EncodedPass {
     int64_t offset = 0;  // in an encoded piece
     uint64_t noise = 0;
     device::Residual residual{};
+    std::shared_ptr<const device::Residual::Ranges> gaps{};
   };
   void add(Encoding part);
   uint64_t key(const Encoding& part, int64_t step) const;

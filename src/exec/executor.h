@@ -39,7 +39,6 @@ class Executor {
   Gradients& gradients() { return gradients_; }
   Updates& updates() { return updates_; }
   GatheredValues& values() { return values_; }
-  Residuals& residuals() { return gradients_.residuals(); }
   activations::Activations& activations() { return activations_; }
 
   // Discards the accumulation window: its gradients, and the optimizer state that was read for its

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "src/exec/residuals.h"
 #include "src/exec/updates.h"
 
 namespace penstock::exec {
@@ -34,6 +35,7 @@ class GatheredValues {
   // `own`: this stage's values, or an undefined tensor. Defined values are returned unchanged. Does
   // nothing if all stages have the flat.
   at::Tensor across_stages(const Flat& flat, const at::Tensor& own, const std::string& label);
+  Residuals residuals() { return Residuals(rank_); }
   // [stage] Like whole_of(), but only the first rank of the stage gets the full tensor. Other ranks
   // get an undefined tensor.
   at::Tensor whole_on_first(const Slot& slot, const at::Tensor& part);

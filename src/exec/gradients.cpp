@@ -15,6 +15,7 @@
 #include "src/base/text.h"
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
+#include "src/exec/residuals.h"
 
 namespace penstock::exec {
 
@@ -200,12 +201,11 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       }
       const device::Address data = start.memory ? start.data() : sum->one().data();
       flat.uncount();
-      mem::Lease retired;
-      const Travel::Fed residual = residuals_.begin(flat, walk->route(), &retired);
+      mem::Lease old;
+      const Travel::Fed residual = Residuals(rank_).begin(flat, walk->route(), &old);
       walk->add({data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
                  start.moving, &flat.squares, &flat.norm_there, noise_of(flat, number_), residual});
-      moved_.push_back(
-          {&flat, to, std::move(source->one().memory), start.moving, std::move(retired)});
+      moved_.push_back({&flat, to, std::move(source->one().memory), start.moving, std::move(old)});
       source->valid = false;
       std::erase_if(flat.grads, [](const Copy& c) { return !c.valid && !c.one().on_disk(); });
     }

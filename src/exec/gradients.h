@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "src/exec/rank.h"
-#include "src/exec/residuals.h"
 
 namespace penstock::exec {
 
@@ -22,7 +21,7 @@ void add_up(const Channels::Addends& over, device::Address addends, Dtype dtype,
 
 class Gradients {
  public:
-  Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes), residuals_(rank) {}
+  Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
   // Waits for the last update's writes to disk, so that backward can use their memory. These writes
   // may overlap the forward.
@@ -54,7 +53,6 @@ class Gradients {
   const device::Fence& last_move() const { return done_; }
   // Discards the accumulated gradients.
   void discard();
-  Residuals& residuals() { return residuals_; }
   void clear(Flat& flat);  // frees the gradient after its update
   // Returns whether a gradient of the unit is still where its backward left it.
   bool late(int unit) const;
@@ -107,7 +105,6 @@ class Gradients {
 
   Rank& rank_;
   Lanes& lanes_;
-  Residuals residuals_;
   int64_t backward_ = 0;
   int64_t number_ = 0;  // of the backward in its window
   std::vector<Moved> moved_;

@@ -39,6 +39,12 @@ struct Seen {
   Told told;               // counts over all ranks
 };
 
+// What updates follow beside the settings of the optimizer.
+struct UpdateRules {
+  bool keeps_second_moments = false;  // they are not updated, but for their first update
+  double whole_divisor = 1.0;         // of the sums of a window that is not closed early
+};
+
 // Arguments of one step.
 struct Update {
   std::vector<OptimizerConfig> groups;  // by parameter group
@@ -53,7 +59,7 @@ struct Update {
   // micro-batches times loss scale). Returns 0 if it moved gradients or changed the text of say().
   // In that case the exchange runs again. An exception ends the update before anything is written.
   std::function<double(const std::vector<std::string>&)> hear;
-  bool keeps_second_moments = false;  // they are not updated, but for their first update
+  UpdateRules rules{};
 };
 
 class Norm {

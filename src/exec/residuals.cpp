@@ -1,6 +1,7 @@
 #include "src/exec/residuals.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <memory>
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "src/device/kernels.h"
+#include "src/exec/gradients.h"
 
 namespace penstock::exec {
 
@@ -22,7 +24,28 @@ std::shared_ptr<const device::Residual::Ranges> idle_ranges(const Flat& flat) {
   return ranges->empty() ? nullptr : ranges;
 }
 
+// Returns the ranges of [begin, end) that belong to no parameter, counted from `begin`.
+std::shared_ptr<const device::Residual::Ranges> gaps_in(const Flat& flat, int64_t begin,
+                                                        int64_t end) {
+  auto gaps = std::make_shared<device::Residual::Ranges>();
+  const auto add = [&](int64_t from, int64_t to) {
+    from = std::max(from, begin);
+    to = std::min(to, end);
+    if (from < to) gaps->emplace_back(from - begin, to - begin);
+  };
+  for (size_t i = 0; i < flat.slots.size(); ++i) {
+    const Slot& slot = flat.slots[i];
+    const bool last = i + 1 == flat.slots.size();
+    add(slot.offset + slot.numel, last ? flat.numel : flat.slots[i + 1].offset);
+  }
+  return gaps;
+}
+
 }  // namespace
+
+bool Residuals::used() const {
+  return rank_.cells.residual && !lossy_sums(rank_.table, rank_.mesh).empty();
+}
 
 Buffer Residuals::room_for(const Flat& flat) const {
   const Placement& rest = *rank_.cells.residual;
@@ -30,14 +53,18 @@ Buffer Residuals::room_for(const Flat& flat) const {
   made.numel = rank_.numel_of(rest, flat);
   made.dtype = rest.dtype;
   made.tier = rest.tier;
-  rank_.traffic.make_room(made, mem::Account::kOptim);
+  rank_.traffic.make_room(made, mem::Account::kGrad);
   return made;
 }
 
 // No update uses the sum of the parameter, in which a code without a zero left values.
 void Residuals::restore(Flat& flat, const Slot& slot) {
   auto& [kept, next] = flat.residual;
-  if (!next->memory) return;
+  if (!next->memory) {  // an exact sum used all of the residual
+    if (!kept.memory) return;
+    next = room_for(flat);
+    device::zero(next->data(), next->bytes());
+  }
   const int64_t begin = rank_.begin_of(*rank_.cells.residual, flat);
   const int64_t from = std::max(begin, slot.offset);
   const int64_t to = std::min(begin + next->numel, slot.offset + slot.numel);
@@ -51,8 +78,8 @@ void Residuals::restore(Flat& flat, const Slot& slot) {
 }
 
 Travel::Fed Residuals::begin(Flat& flat, const Route& route, mem::Lease* retired) {
-  const auto pass = rank_.cells.residual ? residual_pass(route, *rank_.cells.residual)
-                                         : std::optional<size_t>();
+  const auto pass =
+      rank_.cells.residual ? residual_pass(route, *rank_.cells.residual) : std::optional<size_t>();
   if (!pass) return {};
   const Placement& rest = *rank_.cells.residual;
   const Placement& addends = route.passes[*pass].from;
@@ -79,6 +106,11 @@ Travel::Fed Residuals::begin(Flat& flat, const Route& route, mem::Lease* retired
   }
   if (!next || !next->memory) next = room_for(flat);
   values.after = next->data();
+  if (route.passes[*pass].wire.code == Code::kSign) {
+    const Placement& sum = route.passes[*pass].to;
+    const int64_t begin = rank_.begin_of(sum, flat);
+    fed.gaps = gaps_in(flat, begin, begin + rank_.numel_of(sum, flat));
+  }
   return fed;
 }
 
@@ -99,19 +131,26 @@ Placement Residuals::saved() const {
 
 at::Tensor Residuals::mean(const Flat& flat, const std::string& label) {
   const Buffer& kept = flat.residual.kept;
-  if (!kept.memory) return {};
   if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
-  const at::Tensor own =
-      device::brought(kept.data(), kept.dtype, kept.numel, nullptr).to(at::kFloat, false, true);
   Placement from = *rank_.cells.residual;
   from.tier = Tier::kDevice;
   from.dtype = Dtype::kFp32;
+  at::Tensor own = at::zeros({rank_.numel_of(from, flat)}, at::TensorOptions(at::kFloat));
+  if (kept.memory) own.copy_(device::brought(kept.data(), kept.dtype, kept.numel, nullptr));
   const Placement to = saved();
   at::Tensor part = at::empty({rank_.numel_of(to, flat)}, at::TensorOptions(at::kFloat));
   Walk walk = rank_.walk_on_host(from, hops(from, to));
   walk.add({.from = own.data_ptr(), .to = part.data_ptr(), .numel = flat.numel});
   walk.run(rank_.channels.stage(), label);
   return part;
+}
+
+void Residuals::add_holders(const Flat& flat, const at::Tensor& part, const std::string& label) {
+  for (const Axis axis : kModelAxes) {
+    if (!flat.placement.is_partial(axis)) continue;
+    add_up(rank_.channels.addends(flat, axis), device::address_of(part, nullptr), Dtype::kFp32,
+           part.numel(), label);
+  }
 }
 
 // A sum divides by the number of its addends. Over axes that shard the mean, one of the addends has
@@ -130,17 +169,32 @@ void Residuals::set_mean(Flat& flat, const at::Tensor& part) {
   }
   Buffer& kept = flat.residual.kept = room_for(flat);
   device::zero(kept.data(), kept.bytes());
-  const at::Tensor scaled = part.mul(addends);
+  const at::Tensor scaled = part.mul(addends / double(flat.placement.num_addends(rank_.mesh)));
   const int64_t first = rank_.begin_of(mean, flat) - rank_.begin_of(rest, flat);
   device::take(kept.at(first), kept.dtype, device::address_of(scaled, nullptr), Dtype::kFp32,
                scaled.numel(), /*accumulate=*/false);
   if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
 }
 
-void Residuals::commit() {
+// The divisor of a window that is closed early is smaller than that for which residuals are kept,
+// so the window used `kept` times `factor`; what was too much is taken back.
+void Residuals::rescale(Flat& flat, double factor) {
+  auto& [kept, next] = flat.residual;
+  if (!next->memory && kept.memory) {
+    next = room_for(flat);
+    device::zero(next->data(), next->bytes());
+  }
+  if (!next->memory) return;
+  const at::Tensor values = device::view(next->data(), next->dtype, next->numel);
+  values.mul_(factor);
+  if (kept.memory) values.add_(device::view(kept.data(), kept.dtype, kept.numel), 1.0 - factor);
+}
+
+void Residuals::commit(double factor) {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       if (!flat.residual.next) continue;
+      if (factor != 1.0) rescale(flat, factor);
       for (const Slot& slot : flat.slots) {
         if (!slot.touched) restore(flat, slot);
       }

@@ -11,6 +11,7 @@
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 #include "src/exec/gradient_clipping.h"
+#include "src/exec/residuals.h"
 #include "src/optim/optimizer_step.h"
 
 namespace penstock::exec {
@@ -28,6 +29,11 @@ bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
 
 // Returns whether the flat's resting parameters are its masters.
 bool shares_master(const Rank& rank, const Flat& flat) { return !rank.keeps_master(flat); }
+
+// A parameter without any second moment yet gets one.
+bool keeps_second_moment(const Update& update, const Slot& slot) {
+  return update.rules.keeps_second_moments && slot.squared > 0;
+}
 
 // Returns whether the publish only gathers, because the masters are this rank's shards of the
 // resting parameters.
@@ -171,12 +177,12 @@ void Updates::norm(const comm::Label& label) {
   }
   seen_.grad_norm = std::sqrt(total) / divisor;
   grad_scale_ = static_cast<float>(gradient_scale(divisor, seen_.grad_norm, update_.clip));
-  gradients_.residuals().commit();
   bump_versions();
   if (update_.external) {
     prepare_external();
     update_.external();
   }
+  Residuals(rank_).commit(update_.rules.whole_divisor / divisor);
 }
 
 // The user may have kept a graph with saved parameters, which change now. This call makes autograd
@@ -351,7 +357,7 @@ void Updates::update_unit(int index, const Chunk& chunk, bool writes_back) {
     if (!chunk.last()) continue;
     for (Slot& slot : flat.slots) {
       slot.updates += slot.touched ? 1 : 0;
-      slot.squared += slot.touched && !keeps_second_moment(slot) ? 1 : 0;
+      slot.squared += slot.touched && !keeps_second_moment(update_, slot) ? 1 : 0;
       slot.touched = false;
     }
     gradients_.clear(flat);
@@ -441,7 +447,7 @@ void Updates::add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk,
   run.moment2 = moment(2);
   run.group = static_cast<size_t>(slot.group);
   run.step = slot.updates + 1;
-  run.keeps_second = keeps_second_moment(slot);
+  run.keeps_second = keeps_second_moment(update_, slot);
   run.second_step = slot.squared + (run.keeps_second ? 0 : 1);
   update.runs.push_back(run);
   update.published.push_back(std::move(out));

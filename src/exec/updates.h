@@ -78,10 +78,6 @@ class Updates {
   void bump_versions();
   void prepare_external();
   void update_unit(int unit, const Chunk& chunk, bool writes_back);
-  // A second moment that is zero would not divide anything, so it is always updated.
-  bool keeps_second_moment(const Slot& slot) const {
-    return update_.keeps_second_moments && slot.squared > 0;
-  }
   void tell_changes(const Flat& flat, const ChunkState& chunk);
   void update_flat(Flat& flat, const Chunk& chunk, bool writes_back);
   void add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> part,

@@ -139,15 +139,16 @@ void Walk::place_residuals() {
 
 void Walk::bring_residuals(size_t index) const {
   for (size_t t = 0; t < travels_.size(); ++t) {
-    const auto& [values, pass, numel, offset, factor] = travels_[t].residual;
+    const Travel::Fed& fed = travels_[t].residual;
     const device::Residual& here = residuals_[t];
-    if (pass != index || here.before.data == nullptr) continue;
-    if (here.before != values.before) {
-      device::copy(here.before, values.before, numel * dtype_bytes(here.dtype));
+    if (fed.pass != index || here.before.data == nullptr) continue;
+    if (here.before != fed.values.before) {
+      device::copy(here.before, fed.values.before, fed.numel * dtype_bytes(here.dtype));
     }
     if (route_.passes[index].wire.lossy()) continue;  // the encoding adds it
     const Dtype dtype = dtype_before(travels_[t], index);
-    device::add_residual(here, factor, input(t, index) + offset * dtype_bytes(dtype), dtype, numel);
+    device::add_residual(here, fed.factor, input(t, index) + fed.offset * dtype_bytes(dtype), dtype,
+                         fed.numel);
   }
 }
 
@@ -165,8 +166,9 @@ void Walk::add_encoded(size_t index) {
   const Pass& pass = route_.passes[index];
   for (size_t t = 0; t < travels_.size(); ++t) {
     if (pass.sums()) {
-      encoded.add_sum(reduces_[index][t], pass.kind == PassKind::kAllReduce, travels_[t].noise,
-                      travels_[t].residual.pass == index ? residuals_[t] : device::Residual());
+      const Travel::Fed& fed = travels_[t].residual;
+      encoded.add_sum(reduces_[index][t], pass.kind == PassKind::kAllReduce, travels_[t].noise);
+      if (fed.pass == index) encoded.feed(residuals_[t], fed.gaps);
     } else {
       encoded.add_gather(input(t, index), stops_[t][index], dtype_before(travels_[t], index),
                          numel_at(travels_[t], pass.from));

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "src/comm/channel.h"
@@ -36,6 +37,8 @@ struct Travel {
     size_t pass = SIZE_MAX;
     int64_t numel = 0, offset = 0;
     float factor = 1.0F;
+    // Ranges of the encoded sum that belong to no parameter. A code without a zero fills them.
+    std::shared_ptr<const device::Residual::Ranges> gaps{};
   };
   Fed residual{};
 };

@@ -107,11 +107,15 @@ void adam(DeviceUpdate& work) {
   const auto steps = static_cast<double>(work.run.step);
   const auto second_steps = static_cast<double>(work.run.second());
   (*first).lerp_(work.grad, 1.0 - beta1);
-  if (!work.run.keeps_second) {
-    (*second).mul_(beta2).addcmul_(work.grad, work.grad, 1.0 - beta2);
-  }
   const double size = group.lr / (1.0 - std::pow(beta1, steps));
   const double root = std::sqrt(1.0 - std::pow(beta2, second_steps));
+  if (work.run.keeps_second) {  // as in kernels_update.cpp
+    const at::Tensor least =
+        (*first).abs().mul_(least_root(beta1, beta2) / (1.0 - std::pow(beta1, steps)) * root);
+    (*second).copy_(at::where(least.gt((*second).sqrt()), least.square(), *second));
+  } else {
+    (*second).mul_(beta2).addcmul_(work.grad, work.grad, 1.0 - beta2);
+  }
   work.master.addcdiv_(*first, (*second).sqrt().div_(root).add_(group.eps), -size);
   first.store();
   second.store();
@@ -255,8 +259,8 @@ void step_together(const std::vector<OptimizerConfig>& groups, const std::vector
     const StepRun& run = runs[i];
     const Range& range = run.range;
     alike[key_of(run)].push_back(
-        {groups[run.group], run, view(range, range.master, Dtype::kFp32, range.numel),
-         gradients[i], view(range, run.moment1, range.moment_dtype, range.numel),
+        {groups[run.group], run, view(range, range.master, Dtype::kFp32, range.numel), gradients[i],
+         view(range, run.moment1, range.moment_dtype, range.numel),
          view(range, run.moment2, range.moment_dtype, range.numel)});
   }
   for (auto& [key, updates] : alike) step_alike(updates, scalars);

@@ -4,6 +4,8 @@
 // bf16 parameter, a pass moves 28 bytes per parameter. Stateless free functions, callable from any
 // thread. The work is split with at::parallel_for. The SIMD instruction set (Highway) is chosen at
 // run time.
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "src/device/address.h"
@@ -39,6 +41,12 @@ struct AdamOptions {
 };
 // Same formula and operation order as torch.optim.AdamW / Adam.
 void adam(const Range& range, void* exp_avg, void* exp_avg_sq, const AdamOptions& options);
+
+// Returns the least square root of a second moment, divided by the magnitude of the first moment
+// (both without bias): smaller ones occur in no run of Adam (arXiv:1412.6980, 2.1).
+inline double least_root(double beta1, double beta2) {
+  return std::min(1.0, std::sqrt(1.0 - beta2) / std::max(1e-12, 1.0 - beta1));
+}
 
 struct SgdOptions {
   double lr = 1e-3, momentum = 0.0, dampening = 0.0, weight_decay = 0.0;

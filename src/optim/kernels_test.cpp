@@ -37,9 +37,14 @@ struct AdamReference {
       g += decay * p;
     }
     m += (1 - beta1) * (g - m);
-    if (!o.keeps_second) v = beta2 * v + (1 - beta2) * g * g;
     const int64_t squared = o.second_step == 0 ? o.step : o.second_step;
     const double bias1 = 1 - std::pow(beta1, o.step), bias2 = 1 - std::pow(beta2, squared);
+    if (!o.keeps_second) {
+      v = beta2 * v + (1 - beta2) * g * g;
+    } else {
+      const double bound = std::min(1.0, std::sqrt(1 - beta2) / (1 - beta1));
+      v = std::max(v, std::pow(bound * m / bias1, 2) * bias2);
+    }
     p -= lr / bias1 * m / (std::sqrt(v) / std::sqrt(bias2) + o.eps);
   }
 };
@@ -71,6 +76,8 @@ TEST_P(AdamTest, MatchesDoubleForEveryGradientDtypeAndSize) {
         options.keeps_second = step == 4 || step == 5;  // not in step 6
         options.second_step = std::min(step, 3) + (step == 6 ? 1 : 0);
         grad.randomize(static_cast<uint32_t>(step), -2, 2);
+        // The second moment of the first value begins while the others are kept.
+        if (step < 4 && numel > 0) grad.set(0, 0.0F);
         adam({master.floats(), grad.data(), grad_dtype, out.data(), Dtype::kBf16, numel},
              m.floats(), v.floats(), options);
         for (int64_t i = 0; i < numel; ++i) reference[i].step(grad[i], options);

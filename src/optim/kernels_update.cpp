@@ -35,8 +35,8 @@ struct StateVectors {
 struct AdamScalars {
   float grad_scale, weight_decay, decay;
   float lerp, beta2, one_minus_beta2;
-  float inverse_bias2_sqrt, eps, step_size;
-  bool coupled, lerp_from_grad;
+  float inverse_bias2_sqrt, eps, step_size, least_root;
+  bool coupled, lerp_from_grad, keeps_second;
 };
 
 struct SgdScalars {
@@ -78,6 +78,9 @@ struct Stretch {
   Out* out;
 };
 
+// kKeeps: the second moment is not updated, except where the update would be larger than any update
+// of Adam (arXiv:1412.6980, 2.1): there it is raised to that bound.
+template <bool kKeeps>
 struct AdamKernel {
   static constexpr int kMoments = 2;
   AdamScalars s;
@@ -91,8 +94,13 @@ struct AdamKernel {
     p = hn::Mul(p, hn::Set(d, s.decay));
     const auto start = hn::IfThenElse(from_grad, g, m);
     m = hn::MulAdd(hn::Set(d, s.lerp), hn::Sub(g, m), start);
-    const auto square = hn::Mul(hn::Set(d, s.one_minus_beta2), g);
-    v = hn::MulAdd(square, g, hn::Mul(v, hn::Set(d, s.beta2)));
+    if constexpr (kKeeps) {
+      const auto least = hn::Mul(hn::Abs(m), hn::Set(d, s.least_root));
+      v = hn::IfThenElse(hn::Gt(least, hn::Sqrt(v)), hn::Mul(least, least), v);
+    } else {
+      const auto square = hn::Mul(hn::Set(d, s.one_minus_beta2), g);
+      v = hn::MulAdd(square, g, hn::Mul(v, hn::Set(d, s.beta2)));
+    }
     const auto root = hn::Sqrt(v);
     const auto denom = hn::MulAdd(root, hn::Set(d, s.inverse_bias2_sqrt), hn::Set(d, s.eps));
     p = hn::Sub(p, hn::Div(hn::Mul(hn::Set(d, s.step_size), m), denom));
@@ -291,7 +299,11 @@ void update_moments(const Kernel& kernel, const StateVectors& state, int64_t beg
 }
 
 void adam_part(const AdamScalars& scalars, const StateVectors& state, int64_t begin, int64_t end) {
-  update_moments(AdamKernel{scalars}, state, begin, end);
+  if (scalars.keeps_second) {
+    update_moments(AdamKernel<true>{scalars}, state, begin, end);
+  } else {
+    update_moments(AdamKernel<false>{scalars}, state, begin, end);
+  }
 }
 
 void lion_part(const LionScalars& scalars, const StateVectors& state, int64_t begin, int64_t end) {
@@ -353,8 +365,10 @@ AdamScalars adam_scalars(const AdamOptions& options) {
   s.decay = options.decoupled ? static_cast<float>(1.0 - lr * options.weight_decay) : 1.0F;
   s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // for such weights, torch.lerp computes from the end
   s.lerp = static_cast<float>(s.lerp_from_grad ? -beta1 : 1.0 - beta1);
-  s.beta2 = options.keeps_second ? 1.0F : static_cast<float>(beta2);
-  s.one_minus_beta2 = options.keeps_second ? 0.0F : static_cast<float>(1.0 - beta2);
+  s.keeps_second = options.keeps_second;
+  s.least_root = static_cast<float>(least_root(beta1, beta2) / bias1 * std::sqrt(bias2));
+  s.beta2 = static_cast<float>(beta2);
+  s.one_minus_beta2 = static_cast<float>(1.0 - beta2);
   s.inverse_bias2_sqrt = static_cast<float>(1.0 / std::sqrt(bias2));
   s.eps = static_cast<float>(options.eps);
   s.step_size = static_cast<float>(lr / bias1);

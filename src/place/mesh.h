@@ -10,8 +10,8 @@
 
 namespace penstock {
 
-// Axes in the order of ranks: ranks that differ only in the last axis are neighbours; ranks of different
-// stages are farthest apart. A new axis needs one name here and one row below.
+// Axes in the order of ranks: ranks that differ only in the last axis are neighbours; ranks of
+// different stages are farthest apart. A new axis needs one name here and one row below.
 enum class Axis : uint8_t { kPipeline, kNode, kLocal, kExpert, kSequence, kTensor };
 
 struct AxisRow {

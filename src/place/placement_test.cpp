@@ -143,12 +143,18 @@ TEST(HopsTest, MovesReadAsExpected) {
       {"SS@device:bf16", "SS@device:fp16", "cast(fp16)"},
       {"SR@device:bf16", "RS@device:bf16", "all_gather(node); slice(local)"},
       // An inner axis that stays sharded is gathered for a change of an outer axis.
-      {"SS@device:bf16", "RS@device:bf16", "all_gather(data); slice(local)"},
-      {"RS@device:bf16", "SS@device:bf16", "all_gather(local); slice(data)"},
-      {"PS@device:bf16", "SS@device:bf16", "all_gather(local); reduce_scatter(node); slice(local)"},
+      {"SS@device:bf16", "SR@device:bf16", "all_gather(data); slice(node)"},
+      {"SR@device:bf16", "SS@device:bf16", "all_gather(node); slice(data)"},
+      {"SP@device:bf16", "SS@device:bf16", "all_gather(node); reduce_scatter(local); slice(node)"},
+      {"SP@device:bf16", "SR@device:bf16", "all_reduce(local)"},
+      {"SR@host:bf16", "SS@host:bf16",
+       "copy(host,device); all_gather(node); slice(data); copy(device,host)"},
+      // A change of the inner axis leaves the outer axis as it is ([Note: Shard order]).
+      {"SS@device:bf16", "RS@device:bf16", "all_gather(node)"},
+      {"RS@device:bf16", "SS@device:bf16", "slice(node)"},
+      {"PS@device:bf16", "SS@device:bf16", "reduce_scatter(node)"},
       {"PS@device:bf16", "RS@device:bf16", "all_reduce(node)"},
-      {"RS@host:bf16", "SS@host:bf16",
-       "copy(host,device); all_gather(local); slice(data); copy(device,host)"},
+      {"RS@host:bf16", "SS@host:bf16", "slice(node)"},
       {"SS,tensor=P@device:fp32", "SS@device:fp32", "all_reduce(tensor)"},
       {"PP,tensor=P@device:fp32", "SS@device:fp32", "reduce_scatter(data); all_reduce(tensor)"},
       {"SS,tensor=S@device:fp32", "RR@device:fp32", "all_gather(data,tensor)"},
@@ -179,8 +185,8 @@ TEST(PlacementTest, MovesStartOnlyWhereTheyCan) {
   const std::pair<const char*, const char*> wrong[] = {
       {"SS@host:fp32", "all_gather(data)"},
       {"SS@device:fp32", "all_gather(tensor)"},
-      {"SS@device:fp32", "all_gather(node)"},  // shards would not be contiguous
-      {"RS@device:fp32", "slice(node)"},
+      {"SS@device:fp32", "all_gather(local)"},  // shards would not be contiguous
+      {"SR@device:fp32", "slice(local)"},
       {"RR,sequence=S@device:fp32", "slice(local)"},
       {"SS,tensor=S@device:fp32", "all_gather(data)"},
   };

@@ -5,9 +5,9 @@
 // encode blocks of values: each block has an fp32 scale and one small integer per value, so a
 // block's largest value is exact up to rounding. All receivers, the sender included, use the
 // decoded values, so replicas stay equal. A sum adds the decoded addends in fp32 and in rank order.
-// Zeros stay zeros. A block with a value that is not finite decodes to NaN. The code `sign` keeps one
-// bit per value and is the exception: the scale is the mean magnitude of the block, to which every
-// value of the block rounds, also a zero, unless all of them are zeros.
+// Zeros stay zeros. A block with a value that is not finite decodes to NaN. The code `sign` keeps
+// one bit per value and is the exception: the scale is the mean magnitude of the block, to which
+// every value of the block rounds, also a zero, unless all of them are zeros.
 //
 //   nearest     the error of a value is at most half a step of its block. Used where each transfer
 //               encodes the same authority again (parameters), so errors never add up.
@@ -43,8 +43,8 @@ struct Wire {
   }
   int64_t encoded_bytes(int64_t numel) const;
 
-  // "plain", "int8/128", "int4/64/stochastic", "sign/128". `rounding`: what a text without a rounding means.
-  // parse() throws ConfigError.
+  // "plain", "int8/128", "int4/64/stochastic", "sign/128". `rounding`: what a text without a
+  // rounding means. parse() throws ConfigError.
   std::string text(Rounding rounding = Rounding::kNearest) const;
   static Wire parse(std::string_view text, Rounding rounding = Rounding::kNearest);
   bool operator==(const Wire&) const = default;

@@ -160,7 +160,7 @@ class Checker {
 
   // residual: it has the layout of the addends of the one sum that rounds.
   void residuals() const {
-    if (!table_.keeps_residual() || mesh_.world() == 1) return;
+    if (!table_.keeps_residual() || mesh_.data() == 1) return;
     const auto refuse_residual = [&](const std::string& why) {
       refuse(Role::kResidual, Phase::kRest, "residual", why);
     };
@@ -168,7 +168,8 @@ class Checker {
     const std::vector<LossySum> sums = lossy_sums(table_, mesh_);
     if (sums.empty()) {
       refuse_residual(
-          "no sum of gradients rounds anything: set a lossy table.wire.grad, or leave the cell out");
+          "no sum of gradients rounds anything: set a lossy table.wire.grad, or leave the cell "
+          "out");
     }
     const LossySum& sum = sums.front();
     if (sums.size() > 1 || sum.kind == MoveKind::kAllReduce) {
@@ -178,15 +179,17 @@ class Checker {
     }
     if (!sum.direct) {
       refuse_residual(
-          "gradients are gathered before the sum that rounds: hold them in a layout from which they "
+          "gradients are gathered before the sum that rounds: hold them in a layout from which "
+          "they "
           "are only reduced");
     }
     if (rest.layout != sum.addends.layout) {
       Placement wanted = rest;
       wanted.layout = sum.addends.layout;
-      refuse_residual(concat("it must have the layout of the addends of the sum that rounds: "
-                             "it can only be \"",
-                             wanted.text(), "\""));
+      refuse_residual(
+          concat("it must have the layout of the addends of the sum that rounds: "
+                 "it can only be \"",
+                 wanted.text(), "\""));
     }
     if (rest.tier == Tier::kDisk) {
       refuse_residual("it is read and written in every sum: the tier can be device or host");

@@ -162,8 +162,8 @@ TEST(CheckTest, EveryPrincipleIsDocumented) {
   std::ifstream file(PENSTOCK_SOURCE_DIR "/docs/tables.md");
   std::stringstream text;
   text << file.rdbuf();
-  for (const char* principle :
-       {"compute", "sum", "precision", "moments", "together", "wire", "residual", "own optimizer", "late"}) {
+  for (const char* principle : {"compute", "sum", "precision", "moments", "together", "wire",
+                                "residual", "own optimizer", "late"}) {
     EXPECT_NE(text.str().find(concat("- `", principle, "`: ")), std::string::npos) << principle;
   }
 }

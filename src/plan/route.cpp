@@ -24,8 +24,9 @@ PassKind pass_kind(MoveKind kind) {
 
 // Records this rank's part of a cut over the axes.
 void cut(Pass& pass, const std::vector<Axis>& axes, const Mesh& mesh, int rank) {
-  for (const Axis axis : axes) {
-    pass.axes.push_back(axis);
+  pass.axes.insert(pass.axes.end(), axes.begin(), axes.end());
+  for (const Axis axis : kShardOrder) {
+    if (std::find(axes.begin(), axes.end(), axis) == axes.end()) continue;
     pass.parts *= mesh.size(axis);
     pass.part = pass.part * mesh.size(axis) + mesh.coordinate(rank, axis);
   }
@@ -95,12 +96,13 @@ std::optional<size_t> residual_pass(const Route& route, const Placement& rest) {
   });
   const bool lossy = std::any_of(route.passes.begin(), route.passes.end(),
                                  [](const Pass& pass) { return pass.sums() && pass.wire.lossy(); });
-  for (size_t i = 0; i < route.passes.size() && completes; ++i) {
+  for (size_t i = 0; i < route.passes.size(); ++i) {
     const Pass& pass = route.passes[i];
     if (!pass.sums() || pass.wire.lossy() != lossy) continue;
-    // A plain sum may also add up the axes over which the residual is sharded.
+    // A plain sum may also add up the axes over which the residual is sharded, if no later sum is
+    // left that the residual belongs to.
     const bool fits = each_axis([&](Axis axis) {
-      const bool sums_too = rest.on(axis) == Layout::kSharded && !lossy;
+      const bool sums_too = rest.on(axis) == Layout::kSharded && !lossy && completes;
       return pass.from.on(axis) == rest.on(axis) ||
              (sums_too && pass.from.on(axis) == Layout::kPartial);
     });

@@ -59,8 +59,8 @@ Route route(const Placement& from, const std::vector<Move>& moves, const Mesh& m
             bool consumes = true);
 
 // Returns the pass before which the residual at `rest` is added to the addends of a sum ([Note:
-// Residuals]): the sum by a lossy wire or, in a route without one, the first sum of a route that
-// completes the sum of the residual. Nothing if the route has no such pass.
+// Residuals]): the sum by a lossy wire or, in a route without one, the first plain sum of such
+// addends. Nothing if the route has no such pass.
 std::optional<size_t> residual_pass(const Route& route, const Placement& rest);
 
 }  // namespace penstock

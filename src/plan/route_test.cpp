@@ -94,8 +94,8 @@ TEST(RouteTest, AnUpdateDoesTheFirstPassOfItsPublish) {
 
 TEST(RouteTest, OneMoveOnePassElse) {
   // If shards are numbered differently, a shard is made from the whole copy.
-  EXPECT_EQ(text(between("SS@device:fp32", "RS@device:fp32")),
-            "all_gather RR@device:fp32 | local 1/2 RS@device:fp32");
+  EXPECT_EQ(text(between("SS@device:fp32", "SR@device:fp32")),
+            "all_gather RR@device:fp32 | local 1/2 SR@device:fp32");
   EXPECT_THROW(route(at("RR@device:fp32"), {parse_move("all_gather(data)")}, kMesh, kRank),
                ConfigError);
 }

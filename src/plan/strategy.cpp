@@ -47,24 +47,36 @@ constexpr Codec kCodecs[] = {{"int8", "int8/128", "int8/128", ""},
                              {"zero++", "int8/128", "int4/128/nearest", "host:bf16"},
                              {"1bit", "int8/128", "sign/128", "device:bf16"}};
 
+const Codec* codec_of(const std::string& name) {
+  const auto found = std::find_if(std::begin(kCodecs), std::end(kCodecs),
+                                  [&](const Codec& one) { return one.name == name; });
+  return found == std::end(kCodecs) ? nullptr : found;
+}
+
 // Links between nodes are slow, so only they are encoded. On one node, all exchanges are encoded.
 // Parameters need a wire only on axes on which they are sharded at rest.
-void set_codec(const std::string& name, const Mesh& mesh, Table& table) {
-  const auto codec = std::find_if(std::begin(kCodecs), std::end(kCodecs),
-                                  [&](const Codec& one) { return one.name == name; });
-  if (codec == std::end(kCodecs)) return;
+void set_wires(const Codec& codec, const Mesh& mesh, Table& table) {
   const char* const axis = mesh.size(Axis::kNode) > 1 ? "node:" : "";
-  table.wires.set(Role::kGrad, concat(axis, codec->grad));
-  table.wires.set(Role::kParam, concat(axis, codec->param));
+  table.wires.set(Role::kGrad, concat(axis, codec.grad));
+  table.wires.set(Role::kParam, concat(axis, codec.param));
   const Placement rest = table.on(mesh).at(Role::kParam, Phase::kRest);
   for (const Axis data : kDataAxes) {
     if (rest.on(data) != Layout::kSharded) table.wires.param.on(data) = Wire();
   }
+}
+
+bool rounds_twice(const std::vector<LossySum>& sums) {
+  return sums.size() > 1 || (!sums.empty() && sums.front().kind == MoveKind::kAllReduce);
+}
+
+// Must follow the config's own cells, on which the layout depends.
+void set_residual(const Codec& codec, const Mesh& mesh, Table& table) {
+  if (*codec.residual == '\0' || table.keeps_residual()) return;
   const std::vector<LossySum> sums = lossy_sums(table.on(mesh), mesh);
-  if (*codec->residual == '\0' || sums.empty()) return;
+  if (mesh.data() == 1) table.wires = {};  // nothing is exchanged
+  if (sums.empty() || rounds_twice(sums)) return;
   const std::string layout = sums.front().addends.text().substr(0, kDataAxes.size());
-  table.set(Role::kResidual, Phase::kRest,
-            Placement::parse(concat(layout, "@", codec->residual)));
+  table.set(Role::kResidual, Phase::kRest, Placement::parse(concat(layout, "@", codec.residual)));
 }
 
 }  // namespace
@@ -82,7 +94,8 @@ Table table_of(const Config& config, const ModelDesc& model) {
   options.accumulate = config.batch.accumulate * config.parallel.virtual_stages > 1;
   if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
   Table table = preset(config.strategy, options);
-  set_codec(config.comm.codec, mesh_of(config), table);
+  const Codec* const codec = codec_of(config.comm.codec);
+  if (codec != nullptr) set_wires(*codec, mesh_of(config), table);
   // The config's own cells replace cells of the preset.
   for (const auto& [role_text, phases] : config.table) {
     for (const auto& [phase_text, place] : phases) {
@@ -101,7 +114,22 @@ Table table_of(const Config& config, const ModelDesc& model) {
       }
     }
   }
+  if (codec != nullptr) set_residual(*codec, mesh_of(config), table);
   return table;
+}
+
+std::string codec_refusal(const Config& config, const ModelDesc& model) {
+  const Codec* const codec = codec_of(config.comm.codec);
+  if (codec == nullptr || *codec->residual == '\0') return "";
+  const Mesh mesh = mesh_of(config);
+  const Table table = table_of(config, model);
+  if (table.keeps_residual() || !rounds_twice(lossy_sums(table.on(mesh), mesh))) return "";
+  return concat(
+      "[plan::codec_refusal] \"comm.codec\" is \"", codec->name,
+      "\", which keeps what one rounding of a gradient loses, but with strategy \"",
+      config.strategy,
+      "\" gradients are rounded twice: use \"zero1\", \"zero2\", \"zero3\" or \"hpz\", or "
+      "the codec \"int8\"");
 }
 
 bool is_exact_step(const CommConfig& comm, int64_t step) {

@@ -48,6 +48,8 @@ Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config)
 // Returns the strategy's preset with the config's own cells. Its precision is the narrowest dtype
 // among trainable parameters. Parameters of other dtypes keep their dtype (Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);
+// Returns why comm.codec cannot run with this strategy; empty if it can.
+std::string codec_refusal(const Config& config, const ModelDesc& model);
 // Returns whether step `step` (from 1) has plain wires (comm.exact_first, comm.exact_every).
 bool is_exact_step(const CommConfig& comm, int64_t step);
 bool has_exact_steps(const CommConfig& comm);

@@ -33,7 +33,7 @@ Rounding usual_rounding(Role role) {
 
 const char* role_name(Role role) {
   static constexpr std::array<const char*, kNumRoles> kNames = {"param", "grad", "optim", "act",
-                                                               "residual"};
+                                                                "residual"};
   return kNames[static_cast<size_t>(role)];
 }
 
@@ -221,8 +221,8 @@ Table Table::parse(const std::string& text) {
 
 std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh) {
   const Placement& held = table.at(Role::kGrad, Phase::kHold);
-  const std::pair<Placement, Placement> ways[] = {
-      {table.grad_after_backward(), held}, {held, table.at(Role::kGrad, Phase::kUpdate)}};
+  const std::pair<Placement, Placement> ways[] = {{table.grad_after_backward(), held},
+                                                  {held, table.at(Role::kGrad, Phase::kUpdate)}};
   std::vector<LossySum> sums;
   for (const auto& [from, to] : ways) {
     Placement at = from;

@@ -117,7 +117,7 @@ struct Cells {
   const Placement grad_hold, grad_update;
   const Placement optim_rest, optim_update;
   const Placement act_hold;
-  const std::optional<Placement> residual;  // rest
+  const std::optional<Placement> residual;                      // rest
   const bool grads_on_disk, grads_in_chunks, publishes_chunks;  // see Table
   const std::array<bool, 3> has_master;                         // by Dtype
 };

@@ -170,9 +170,9 @@ OVER_WIRES = [
     ),
     Mutation(
         "second moments are made of signs",
-        "src/exec/updates.h",
-        "    return update_.keeps_second_moments && slot.squared > 0;\n",
-        "    return update_.keeps_second_moments && slot.squared > 99;\n",
+        "src/exec/updates.cpp",
+        "  return update.rules.keeps_second_moments && slot.squared > 0;\n",
+        "  return update.rules.keeps_second_moments && slot.squared > 99;\n",
         residuals("leave_second_moments"),
     ),
     Mutation(

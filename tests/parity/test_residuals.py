@@ -27,6 +27,7 @@ PLACES: dict[str, tuple[str, dict[str, int], str, str]] = {
     "inside": ("zero3", {"node": 2}, "PP", ""),
     "held": ("zero3", {"node": 2}, "PS", "PP@host:fp32"),
     "between": ("zero2", {"node": 2}, "PS", "PS@device:fp32"),
+    "inside first": ("zero2", {"node": 2}, "PP", "PS@device:fp32"),
 }
 
 
@@ -50,7 +51,7 @@ def settings_of(place: str, wire: str, **more: Any) -> dict[str, Any]:
     strategy, mesh, layout, hold = PLACES[place]
     tier, dtype = more.pop("tier", "device"), more.pop("dtype", "fp32")
     if mesh:
-        wire = f"{'local' if place == 'inside' else 'node'}:{wire}"
+        wire = f"{'local' if place.startswith('inside') else 'node'}:{wire}"
     table: dict[str, Any] = {
         "wire": {"grad": wire},
         "residual": {"rest": f"{layout}@{tier}:{dtype}"},
@@ -90,19 +91,27 @@ def gradient_of(engine: Any) -> torch.Tensor:
     return torch.cat([found.get(name, torch.zeros(size[name])).flatten() for name in size])
 
 
-def window(engine: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The backwards of one window. Returns the gradient that arrives, and the exact one."""
-    ranks, micros = dist.get_world_size(), engine.config.batch.accumulate
+def window(
+    engine: Any, step: int, uneven: bool = False, micros: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The backwards of one window. Returns the gradient that arrives, and the exact one.
+
+    `uneven`: ranks leave out the second weight in different steps. `micros`: of a window that ends
+    early; its gradient cannot be read before that.
+    """
+    ranks, whole = dist.get_world_size(), engine.config.batch.accumulate
+    micros = micros or whole
     exact = torch.zeros(NUMEL)
     for micro in range(micros):
-        both = (step + micro) % 3 != 1
         for rank in range(ranks):
+            both = (step + micro + uneven * rank) % 3 != 1
             one = addends_of(step, micro, rank) / (ranks * micros)
             exact += one if both else one * (torch.arange(NUMEL) < 3 * WIDTH)
-        engine.backward(engine(addends_of(step, micro, dist.get_rank()), both))
+            if rank == dist.get_rank():
+                engine.backward(engine(addends_of(step, micro, rank), both))
         if micro + 1 < micros:
             engine.step()
-    return gradient_of(engine), exact
+    return (gradient_of(engine) if micros == whole else torch.zeros(NUMEL)), exact
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, *others: torch.Tensor) -> None:
@@ -112,12 +121,12 @@ def close(found: torch.Tensor, wanted: torch.Tensor, *others: torch.Tensor) -> N
     torch.testing.assert_close(found, wanted, rtol=0, atol=8 * size * 2**-24)
 
 
-def conserved(settings: dict[str, Any], steps: int) -> list[torch.Tensor]:
+def conserved(settings: dict[str, Any], steps: int, uneven: bool = False) -> list[torch.Tensor]:
     """Checks each step; returns the residuals after each step."""
     engine = engine_of(settings)
     residuals = [torch.zeros(NUMEL)]
     for step in range(steps):
-        arrived, exact = window(engine, step)
+        arrived, exact = window(engine, step, uneven)
         assert torch.equal(residual_of(engine), residuals[-1])  # until an update follows
         engine.step()
         residuals.append(residual_of(engine))
@@ -142,12 +151,37 @@ def drawn(draw: int) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize("draw", range(300))
 def test_nothing_is_lost(draw, pools):
     world, settings = drawn(draw)
-    found = pools(world).run(conserved, settings, 5)
+    uneven = draw % 2 == 1
+    found = pools(world).run(conserved, settings, 5, uneven)
     for residuals in found:
         for step, one in enumerate(residuals):
             assert torch.equal(one, found[0][step])
             exact = step > 0 and settings["comm"].get("exact_every") and step % 3 == 0
-            assert bool(one.any()) == (step > 0 and not exact), step
+            if not (uneven and exact):
+                assert bool(one.any()) == (step > 0 and not exact), step
+
+
+def closed_early(settings: dict[str, Any]) -> None:
+    """Adds up what weights of SGD with a rate of 1 got."""
+    engine = engine_of(settings)
+    total = torch.zeros(NUMEL)
+    for step, micros in enumerate([0, 2, 1, 0, 3]):
+        total += window(engine, step, micros=micros)[1]
+        engine.step(force=micros > 0)
+    state = engine.state_dict(rank0_only=False)
+    moved = -torch.cat([state[name].flatten() for name in ("first", "second")])
+    close(moved + residual_of(engine), total, 4 * total, residual_of(engine))
+
+
+@pytest.mark.parametrize("wire", ["int4/128/nearest", "sign/64"])
+@pytest.mark.parametrize("place", ["zero1", "zero3", "nodes"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_window_that_is_closed_early_loses_nothing(exact, place, wire, pools):
+    settings = settings_of(place, wire, batch={"accumulate": 4})
+    settings["optimizer"] = {"type": "SGD", "lr": 1.0}
+    if exact:
+        settings["comm"]["exact_every"] = 2
+    pools(4 if PLACES[place][1] else 2).run(closed_early, settings)
 
 
 def test_a_bf16_residual_loses_its_own_rounding_alone(pools):
@@ -320,7 +354,7 @@ def second_moments(settings: dict[str, Any], path: str, first: int) -> Any:
         window(engine, step)
         engine.step()
         after = engine.param_state(weight, "exp_avg_sq")
-        changed.append(not torch.equal(after, before))
+        changed.append(float((after != before).float().mean()))
         weights.append(engine.state_dict(rank0_only=False)["first"])
         before = after
         if first == 0 and step in (1, 4):
@@ -335,15 +369,60 @@ def test_signs_leave_second_moments_alone(place, pools, tmp_path):
     settings["comm"] = {"timeout_s": 60, "exact_first": 2, "exact_every": 6}
     pool, path = pools(4 if place == "hpz" else 2), str(tmp_path)
     changed, weights = pool.run(second_moments, settings, path, 0)[0]
-    assert changed == [True, True, False, False, False, True, False, False]
+    exact = [step in (0, 1, 5) for step in range(8)]
+    for share, updated in zip(changed, exact, strict=True):  # the others only keep a bound
+        assert share > 0.9 if updated else share < 0.1
     for first in (2, 5):
         same, again = pool.run(second_moments, settings, path, first)[0]
-        assert same == changed[first:]
+        if first == 2:
+            assert same == changed[first:]
         for one, two in zip(again, weights[first:], strict=True):
             if first == 2:
                 assert torch.equal(one, two)
             else:
                 torch.testing.assert_close(one, two, rtol=0, atol=4e-2)
+
+
+class Rows(nn.Module):
+    """An embedding of odd rows, most of which no token has in the exact steps, and LoRA's zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(50, 33)
+        self.down = nn.Parameter(torch.randn(33, 4))
+        self.up = nn.Parameter(torch.zeros(4, 33))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.rows(tokens)
+        return (x + x @ self.down @ self.up - 1.0).square().mean()
+
+
+def moved_rows(settings: dict[str, Any]) -> tuple[float, list[float]]:
+    """The largest change of a weight, and the losses."""
+    import penstock  # noqa: PLC0415
+
+    engine = penstock.initialize(Rows(), settings)
+    before = {name: value.clone() for name, value in engine.state_dict(rank0_only=False).items()}
+    losses = []
+    for step in range(40):
+        draw = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        tokens = torch.randint(0, 50 if step >= 8 else 5, (64,), generator=draw)
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    after = engine.state_dict(rank0_only=False)
+    return max(float((after[name] - before[name]).abs().max()) for name in before), losses
+
+
+@pytest.mark.parametrize("place", ["zero1", "zero3", "hpz"])
+def test_weights_without_an_exact_gradient_do_not_explode(place, pools):
+    settings = settings_of(place, "sign", optimizer={"type": "AdamW", "lr": 1e-2})
+    settings |= {"comm": {"timeout_s": 60, "codec": "1bit", "exact_first": 8}, "table": {}}
+    for change, losses in pools(4 if place == "hpz" else 2).run(moved_rows, settings):
+        assert change < 40 * 1e-2 * 3
+        assert losses[-1] < 0.9 * losses[0]
 
 
 def late_moment(settings: dict[str, Any]) -> bool:
@@ -417,7 +496,7 @@ def test_the_ledger_has_residuals(place, accumulate, pools):
     for (ledger, arrived), (_, other) in zip(first, again, strict=True):
         predicted = ledger["predicted"][settings["strategy"]]
         assert ledger["measured"]["total"] == pytest.approx(predicted["total"], rel=0.05)
-        assert predicted["optim"] >= 4 * NUMEL
+        assert predicted["grad"] >= 4 * NUMEL // (2 if settings["mesh"] else 1)
         for one, two, three in zip(arrived, other, first[0][1], strict=True):
             assert torch.equal(one, two) and torch.equal(one, three)
 

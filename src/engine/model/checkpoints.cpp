@@ -123,10 +123,11 @@ void say_passed_over(const std::string& path, const std::string& why) {
 }
 
 void say_lost_residuals(const std::string& path) {
-  std::fprintf(stderr,
-               "penstock: checkpoint \"%s\" has residuals, the rounding errors that later gradients "
-               "make good. This run has no table.residual.rest, so they are lost\n",
-               path.c_str());
+  std::fprintf(
+      stderr,
+      "penstock: checkpoint \"%s\" has residuals, the rounding errors that later gradients "
+      "make good. This run has no table.residual.rest, so they are lost\n",
+      path.c_str());
 }
 
 }  // namespace
@@ -143,7 +144,7 @@ struct Core::State::Checkpointing {
   std::string refusal() const;
   void rest() const;
   engine::ResidualState residuals() const {
-    return {*state.executor, state.group->rank(), static_cast<double>(state.config.batch.accumulate)};
+    return {*state.executor, state.group->rank(), engine::residual_divisor(state.config)};
   }
   Json numbers() const;
   Json about() const;
@@ -342,6 +343,16 @@ struct Core::State::Checkpointing::Load {
     return chosen;
   }
 
+  // Returns the tensors to read in addition to the inventory.
+  std::vector<ckpt::Extra> extras(const Candidate& chosen, const FoundCheckpoint& found,
+                                  std::vector<ckpt::Extra> residuals) const {
+    if (!options.tensors) return residuals;
+    std::vector<ckpt::Extra> all = engine::wanted_of(options.tensors(found), chosen.manifest,
+                                                     state.group->rank(), state.group->size());
+    std::ranges::move(residuals, std::back_inserter(all));
+    return all;
+  }
+
   // [all ranks] Reads a checkpoint. Returns the damage that any rank found, or "". If read()
   // throws, nothing was changed.
   std::string read(const Candidate& chosen, const FoundCheckpoint& found) {
@@ -360,15 +371,8 @@ struct Core::State::Checkpointing::Load {
             "load()");
       }
       executor.updates().finish();
-      if (options.tensors) {
-        target.extras =
-            engine::wanted_of(options.tensors(found), chosen.manifest, rank, state.group->size());
-      }
-      if (options.optimizer) {
-        parts = residuals.to_fill(chosen.manifest);
-        std::ranges::move(residuals.wanted(parts, chosen.manifest, shared.names),
-                          std::back_inserter(target.extras));
-      }
+      if (options.optimizer) parts = residuals.to_fill(chosen.manifest);
+      target.extras = extras(chosen, found, residuals.wanted(parts, chosen.manifest, shared.names));
       const auto lacks = [&](const ckpt::Holding& one) {
         return std::ranges::all_of(one.flat->slots, [&](const exec::Slot& slot) {
           return !ckpt::has_parameter(chosen.manifest, wanted, shared.names(one.unit, slot).name);

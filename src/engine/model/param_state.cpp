@@ -146,9 +146,12 @@ struct Values::ParamState {
 
   // [all ranks] Returns what the residual still adds to the averaged gradient of an update.
   at::Tensor residual() {
-    if (!state.executor->table().keeps_residual()) throw unknown();
+    const std::vector<std::string> known =
+        state.executor->share("state of residual", slots().empty() ? "0" : "1");
+    const bool trains = std::count(known.begin(), known.end(), "1") > 0;
+    if (!trains || !state.executor->table().keeps_residual()) throw unknown();
     const engine::ResidualState residuals(*state.executor, state.group->rank(),
-                                          static_cast<double>(state.config.batch.accumulate));
+                                          engine::residual_divisor(state.config));
     const engine::ResidualParts parts = residuals.parts();
     found.clear();
     for (const auto& part : parts) {

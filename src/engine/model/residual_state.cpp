@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "src/base/text.h"
@@ -25,6 +26,11 @@ at::Tensor piece_of(const ResidualPart& part, const StatePiece& piece) {
 
 }  // namespace
 
+double residual_divisor(const Config& config) {
+  const bool adds = config.batch.reduction == "sum";
+  return adds ? 1.0 : static_cast<double>(config.batch.accumulate);
+}
+
 std::unique_ptr<ResidualPart> ResidualState::part(int unit, exec::Flat& flat,
                                                   at::Tensor values) const {
   auto made = std::make_unique<ResidualPart>();
@@ -36,24 +42,51 @@ std::unique_ptr<ResidualPart> ResidualState::part(int unit, exec::Flat& flat,
   holding.unit = unit;
   holding.flat = &flat;
   holding.buffer = &made->shape;
-  holding.place = executor_.residuals().saved();
+  holding.place = executor_.values().residuals().saved();
   holding.role = kResidualRole;
   holding.first = shard_index(holding.place, executor_.mesh(), rank_) * made->shape.numel;
   return made;
 }
 
-ResidualParts ResidualState::parts() const {
-  ResidualParts found;
-  if (!executor_.table().keeps_residual()) return found;
+// Returns the trained flats of this rank, by unit.
+std::vector<std::pair<int, exec::Flat*>> ResidualState::flats() const {
+  std::vector<std::pair<int, exec::Flat*>> found;
+  if (!executor_.values().residuals().used()) return found;
   std::vector<exec::UnitState>& units = executor_.units();
   for (size_t unit = 0; unit < units.size(); ++unit) {
     for (exec::Flat& flat : units[unit].flats) {
-      if (!flat.trainable) continue;
-      at::Tensor mean = executor_.residuals().mean(flat, concat("read u", unit, " residual"));
-      if (!mean.defined()) continue;
-      found.push_back(part(static_cast<int>(unit), flat, mean.div_(divisor_)));
+      if (flat.trainable) found.emplace_back(static_cast<int>(unit), &flat);
     }
   }
+  return found;
+}
+
+ResidualParts ResidualState::parts() const {
+  ResidualParts found;
+  const std::vector<std::pair<int, exec::Flat*>> all = flats();
+  if (!executor_.values().residuals().used()) return found;
+  // A residual may be zero on some ranks only.
+  std::string mine;
+  for (const auto& [unit, flat] : all) mine += flat->residual.kept.memory ? '1' : '0';
+  const std::vector<std::string> theirs = executor_.share("residuals", mine, /*in_stage=*/true);
+  for (size_t i = 0; i < all.size(); ++i) {
+    const auto& [unit, flat] = all[i];
+    const bool exists = std::any_of(theirs.begin(), theirs.end(),
+                                    [&](const std::string& one) { return one[i] == '1'; });
+    if (!exists && !flat->placement.is_partial(Axis::kPipeline)) continue;
+    const std::string label = concat("read u", unit, " residual");
+    found.push_back(part(unit, *flat, executor_.values().residuals().mean(*flat, label)));
+  }
+  // Stages meet for the weights that they share, in one order.
+  std::vector<const ResidualPart*> in_order;
+  for (const auto& one : found) in_order.push_back(one.get());
+  std::sort(in_order.begin(), in_order.end(), [](const auto* one, const auto* other) {
+    return one->flat->slots.front().number < other->flat->slots.front().number;
+  });
+  for (const ResidualPart* one : in_order) {
+    executor_.values().residuals().add_holders(*one->flat, one->values, "add residuals");
+  }
+  for (const auto& one : found) one->values.div_(divisor_);
   return found;
 }
 
@@ -70,25 +103,20 @@ std::vector<ckpt::Extra> ResidualState::to_save(const ckpt::GlobalOf& names) con
   return extras;
 }
 
-ResidualParts ResidualState::to_fill(
-    const ckpt::Manifest& manifest) const {
+ResidualParts ResidualState::to_fill(const ckpt::Manifest& manifest) const {
   ResidualParts found;
-  if (!has_residuals(manifest) || !executor_.table().keeps_residual()) return found;
-  const int64_t shards = num_shards(executor_.residuals().saved(), executor_.mesh());
-  std::vector<exec::UnitState>& units = executor_.units();
-  for (size_t unit = 0; unit < units.size(); ++unit) {
-    for (exec::Flat& flat : units[unit].flats) {
-      if (!flat.trainable) continue;
-      found.push_back(part(static_cast<int>(unit), flat,
-                           at::zeros({flat.numel / shards}, at::TensorOptions(at::kFloat))));
-    }
+  if (!has_residuals(manifest)) return found;
+  for (const auto& [unit, flat] : flats()) {
+    const int64_t shards = num_shards(executor_.values().residuals().saved(), executor_.mesh());
+    found.push_back(
+        part(unit, *flat, at::zeros({flat->numel / shards}, at::TensorOptions(at::kFloat))));
   }
   return found;
 }
 
-std::vector<ckpt::Extra> ResidualState::wanted(
-    const ResidualParts& parts, const ckpt::Manifest& manifest,
-    const ckpt::GlobalOf& names) const {
+std::vector<ckpt::Extra> ResidualState::wanted(const ResidualParts& parts,
+                                               const ckpt::Manifest& manifest,
+                                               const ckpt::GlobalOf& names) const {
   std::vector<ckpt::Extra> extras;
   for (const auto& one : parts) {
     const ckpt::Holding& holding = one->holding;
@@ -102,7 +130,7 @@ std::vector<ckpt::Extra> ResidualState::wanted(
 }
 
 bool ResidualState::loses(const ckpt::Manifest& manifest) const {
-  return has_residuals(manifest) && !executor_.table().keeps_residual();
+  return has_residuals(manifest) && !executor_.values().residuals().used();
 }
 
 void ResidualState::take(const ResidualParts& parts) const {
@@ -111,7 +139,8 @@ void ResidualState::take(const ResidualParts& parts) const {
       const auto found = std::find_if(parts.begin(), parts.end(),
                                       [&](const auto& one) { return one->flat == &flat; });
       const bool has = found != parts.end();
-      executor_.residuals().set_mean(flat, has ? (*found)->values.mul(divisor_) : at::Tensor());
+      executor_.values().residuals().set_mean(flat,
+                                              has ? (*found)->values.mul(divisor_) : at::Tensor());
     }
   }
 }

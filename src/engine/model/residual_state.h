@@ -2,7 +2,10 @@
 // Residuals of a lossy wire in checkpoints and in param_state() ([Note: Residuals]). The values are
 // what the residual still adds to the averaged gradient of an update, in fp32.
 #include <memory>
+#include <utility>
 #include <vector>
+
+#include "penstock/config.h"
 
 #include "src/ckpt/inventory.h"
 #include "src/ckpt/load.h"
@@ -24,13 +27,16 @@ struct ResidualPart {
 
 using ResidualParts = std::vector<std::unique_ptr<ResidualPart>>;
 
-// `divisor`: of the sums of a window, before an update.
+// Returns the divisor of the sums of a full window, but for the loss scale.
+double residual_divisor(const Config& config);
+
+// `divisor`: residual_divisor().
 class ResidualState {
  public:
   ResidualState(exec::Executor& executor, int rank, double divisor)
       : executor_(executor), rank_(rank), divisor_(divisor) {}
 
-  // [all ranks] Returns the parts of the residuals that are not zero.
+  // [all ranks] Returns the parts of the residuals that are not zero on all ranks.
   ResidualParts parts() const;
   // [all ranks] Returns the tensors to save.
   std::vector<ckpt::Extra> to_save(const ckpt::GlobalOf& names) const;
@@ -39,8 +45,7 @@ class ResidualState {
   // if the checkpoint or the table has no residuals.
   ResidualParts to_fill(const ckpt::Manifest& manifest) const;
   // Returns the pieces of these parts that the checkpoint has. They share memory with the parts.
-  std::vector<ckpt::Extra> wanted(const ResidualParts& parts,
-                                  const ckpt::Manifest& manifest,
+  std::vector<ckpt::Extra> wanted(const ResidualParts& parts, const ckpt::Manifest& manifest,
                                   const ckpt::GlobalOf& names) const;
   // Replaces all residuals: by these parts and, where there is none, by zeros.
   void take(const ResidualParts& parts) const;
@@ -48,6 +53,7 @@ class ResidualState {
   bool loses(const ckpt::Manifest& manifest) const;
 
  private:
+  std::vector<std::pair<int, exec::Flat*>> flats() const;
   std::unique_ptr<ResidualPart> part(int unit, exec::Flat& flat, at::Tensor values) const;
 
   exec::Executor& executor_;

@@ -530,8 +530,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   border->look_at_params();
   border->hide_gradients();
   const std::string bad = window->take_blamed();
-  exec::Update update{groups, config.clip, bad, external, monitor->counted(), {}, {},
-                      keeps_second_moments};
+  exec::Update update{groups, config.clip, bad, external, monitor->counted(), {}, {}, rules};
   update.say = [this, told = engine::options_text(groups, options) + monitor->say()] {
     return engine::say_window(*window, *driver) + told + static_cast<char>('0' + save_wanted);
   };

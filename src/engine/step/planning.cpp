@@ -1,5 +1,6 @@
 #include "src/engine/step/planning.h"
 
+#include "src/engine/model/residual_state.h"
 #include "src/plan/strategy.h"
 
 namespace penstock {
@@ -31,7 +32,7 @@ void Core::State::Planning::make() const {
     state.driver->set_plan(section, with_passes(plan, state.model, state.config));
   }
   state.planned_wires = table.wires;
-  state.keeps_second_moments = sums_signs(table, executor.mesh());
+  state.rules = {sums_signs(table, executor.mesh()), engine::residual_divisor(state.config)};
 }
 
 void Core::State::Planning::follow_wires() const {

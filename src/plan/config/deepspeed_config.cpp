@@ -302,9 +302,20 @@ struct KeyKind {
 
 constexpr const char* kOneBit = "onebitadam";
 
-// 1-bit Adam keeps its second moments from `freeze_step` on, and sends one bit per value. Every rank
-// of DeepSpeed has all of the optimizer's state; zero1 gives the same weights.
+std::string lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
+
+bool is_one_bit(const Leaves& given) { return lower(given.text("optimizer.type", "")) == kOneBit; }
+
+// 1-bit Adam keeps its second moments from `freeze_step` on, and sends one bit per value. Every
+// rank of DeepSpeed has all of the optimizer's state; zero1 gives the same weights.
 void take_one_bit(const Leaves& given, Json& native) {
+  if (given.flag("fp16.enabled", false)) {
+    refuse(given, "optimizer.type", "for fp16: \"AdamW\". OneBitAdam needs bf16 or fp32 here");
+  }
   const int64_t freeze = given.whole("optimizer.params.freeze_step", 100'000);
   native["comm"]["codec"] = "1bit";
   native["comm"]["exact_first"] = std::max<int64_t>(1, freeze);
@@ -327,9 +338,7 @@ void take_optimizer(const Leaves& given, Json& native) {
       native["optimizer"] = {{"moments_dtype", "bf16"}};  // for an optimizer object of the user
     return;
   }
-  std::string type = given.text("optimizer.type", "");
-  std::transform(type.begin(), type.end(), type.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  const std::string type = lower(given.text("optimizer.type", ""));
   const auto* const kind = std::find_if(std::begin(kKinds), std::end(kKinds),
                                         [&](const KeyKind& one) { return type == one.name; });
   if (kind == std::end(kKinds))
@@ -349,7 +358,7 @@ void take_optimizer(const Leaves& given, Json& native) {
     if (value != nullptr) optimizer[key] = *value;
   }
   if (type == "adam" && !decoupled) optimizer["type"] = "Adam";
-  if (type == kOneBit) take_one_bit(given, native);
+  if (is_one_bit(given)) take_one_bit(given, native);
   if (low) optimizer["moments_dtype"] = "bf16";
   native["optimizer"] = optimizer;
 }
@@ -442,6 +451,47 @@ bool is_deepspeed_config(const std::string& json_text) {
   return false;
 }
 
+namespace {
+
+// Says of keys that the rest of the config leaves without effect.
+void note_effect(const Leaves& leaves, int world, GivenKey& key) {
+  const bool shards = key.key.ends_with("zero_hpz_partition_size") ||
+                      key.key.ends_with("mics_shard_size") ||
+                      key.key.ends_with("zero_quantized_weights") ||
+                      key.key.ends_with("zero_quantized_gradients") ||
+                      key.key.find("zeropp_loco_param") != std::string::npos ||
+                      key.key.find("offload_param") != std::string::npos;
+  if (shards && leaves.whole("zero_optimization.stage", 0) < 3) {
+    key.fate = kNoEffect;
+    key.note = "parameters are not sharded below stage 3";
+  }
+  if (key.key == "optimizer.params.freeze_step" && !is_one_bit(leaves)) {
+    key.fate = kNoEffect;
+    key.note = "only OneBitAdam uses it";
+  }
+  if (key.key.find("zeropp_loco_param") != std::string::npos &&
+      !leaves.flag("zero_optimization.zero_quantized_gradients", false)) {
+    key.fate = kNoEffect;
+    key.note = "zero_quantized_gradients is off";
+  }
+  if (key.key == "data_types.buffer_dtype" && !leaves.flag("bf16.enabled", false) &&
+      !leaves.flag("fp16.enabled", false)) {
+    key.fate = kNoEffect;
+    key.note = "buffers keep their dtypes without bf16 and fp16";
+  }
+  const bool of_tensor = key.key.starts_with("tensor_parallel.") && key.fate == kTaken;
+  if (of_tensor && key.key != "tensor_parallel.autotp_size" && tensor_of(leaves, world) == 1) {
+    key.fate = kNoEffect;
+    key.note = "autotp_size asks for no tensor ranks";
+  } else if (key.key == "tensor_parallel.preset_model" &&
+             leaves.find("tensor_parallel.partition_config.layer_specs") == nullptr) {
+    key.fate = kNoEffect;
+    key.note = "without layer_specs the model's own rules apply in any case";
+  }
+}
+
+}  // namespace
+
 TranslatedConfig translate_deepspeed_config(const std::string& json_text, int world) {
   const Json given = parse(json_text);
   if (!given.is_object()) fail_deepspeed("the config is not a JSON object");
@@ -466,32 +516,7 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
   translated.left_over = values.left_over;
   translated.values = config.dump();
   translated.native = native_of(leaves, world).dump();
-  for (GivenKey& key : translated.given) {
-    const bool shards = key.key.ends_with("zero_hpz_partition_size") ||
-                        key.key.ends_with("mics_shard_size") ||
-                        key.key.ends_with("zero_quantized_weights") ||
-                        key.key.ends_with("zero_quantized_gradients") ||
-                        key.key.find("zeropp_loco_param") != std::string::npos ||
-                        key.key.find("offload_param") != std::string::npos;
-    if (shards && leaves.whole("zero_optimization.stage", 0) < 3) {
-      key.fate = kNoEffect;
-      key.note = "parameters are not sharded below stage 3";
-    }
-    if (key.key == "data_types.buffer_dtype" && !leaves.flag("bf16.enabled", false) &&
-        !leaves.flag("fp16.enabled", false)) {
-      key.fate = kNoEffect;
-      key.note = "buffers keep their dtypes without bf16 and fp16";
-    }
-    const bool of_tensor = key.key.starts_with("tensor_parallel.") && key.fate == kTaken;
-    if (of_tensor && key.key != "tensor_parallel.autotp_size" && tensor_of(leaves, world) == 1) {
-      key.fate = kNoEffect;
-      key.note = "autotp_size asks for no tensor ranks";
-    } else if (key.key == "tensor_parallel.preset_model" &&
-               leaves.find("tensor_parallel.partition_config.layer_specs") == nullptr) {
-      key.fate = kNoEffect;
-      key.note = "without layer_specs the model's own rules apply in any case";
-    }
-  }
+  for (GivenKey& key : translated.given) note_effect(leaves, world, key);
   const Json none;
   const Json& scheduler = config.contains("scheduler") ? config["scheduler"] : none;
   if (scheduler.is_object() && !scheduler.value("type", none).is_null())

@@ -44,13 +44,6 @@ TEST(DeepSpeedConfig, KeysAreTakenOver) {
        R"(/table/wire/param = "int8/128")"},
       {R"({"zero_optimization": {"stage": 3, "zero_quantized_gradients": true}})",
        R"(/table/wire/grad = "int8/128")"},
-      {R"({"zero_optimization": {"stage": 3, "zero_quantized_gradients": true,
-                                 "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}})",
-       R"(/table/residual/rest = "PP@device:bf16")"},
-      {R"({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 20}}})",
-       "/comm/exact_first = 20"},
-      {R"({"optimizer": {"type": "OneBitAdam"}})", "/comm/codec = \"1bit\""},
-      {R"({"optimizer": {"type": "OneBitAdam"}})", "/strategy = \"zero1\""},
       {R"({"gradient_clipping": 0})", "/clip = 0.0"},
       {R"({"bf16": {"enabled": true}})", "/precision = \"bf16\""},
       {R"({"bfloat16": {"enabled": true}})", "/precision = \"bf16\""},
@@ -89,6 +82,19 @@ TEST(DeepSpeedConfig, KeysAreTakenOver) {
           "reduce_bucket_size": "auto", "offload_optimizer": {"device": "none", "nvme_path": null}},
           "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 1e999 })",
        "/strategy = \"zero1\""},
+  };
+  for (const Taken& one : cases) expect_taken(one);
+}
+
+TEST(DeepSpeedConfig, ErrorFeedbackIsTakenOver) {
+  const Taken cases[] = {
+      {R"({"zero_optimization": {"stage": 3, "zero_quantized_gradients": true,
+                                 "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}})",
+       R"(/table/residual/rest = "PP@device:bf16")"},
+      {R"({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 20}}})",
+       "/comm/exact_first = 20"},
+      {R"({"optimizer": {"type": "OneBitAdam"}})", "/comm/codec = \"1bit\""},
+      {R"({"optimizer": {"type": "OneBitAdam"}})", "/strategy = \"zero1\""},
   };
   for (const Taken& one : cases) expect_taken(one);
 }

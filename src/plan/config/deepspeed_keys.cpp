@@ -143,7 +143,8 @@ constexpr DeepSpeedKey kKeys[] = {
     {"zero_optimization.zero_quantized_weights", kTaken, "table.wire.param, int8/128"},
     {"zero_optimization.zero_quantized_nontrainable_weights", kRefused, kLater},
     {"zero_optimization.zero_quantized_gradients", kTaken,
-     "table.wire.grad, int8/128 without a bias (DeepSpeed: int4)"},
+     "table.wire.grad, int8/128 without a bias (DeepSpeed: int4), or int4/128 with "
+     "zeropp_loco_param"},
     {"zero_optimization.zeropp_loco_param.*", kTaken,
      "table.residual.rest, with int4/128 gradients; it keeps all that is rounded away"},
     {"zero_optimization.zenflow.*", kRefused, kLater},

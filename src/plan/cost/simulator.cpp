@@ -11,6 +11,7 @@
 #include "src/place/packing.h"
 #include "src/plan/copies.h"
 #include "src/plan/cost/memory_meter.h"
+#include "src/plan/cost/residual_memory.h"
 #include "src/plan/cost/state_bytes.h"
 #include "src/plan/route.h"
 
@@ -32,9 +33,13 @@ class Simulation : StateBytes {
     for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
       meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kRest)));
       meter_.add(held(Role::kOptim, unit, cell(Role::kOptim, Phase::kRest)));
-      if (keeps_residual()) meter_.add(residual_of(unit));
     }
-    with_new_residual_.resize(model.units.size());
+    if (!table_.keeps_residual() || mesh_.data() == 1) return;  // nothing is exchanged
+    std::vector<Held> residuals;
+    for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
+      residuals.push_back(held(Role::kResidual, unit, cell(Role::kResidual, Phase::kRest)));
+    }
+    residuals_ = {std::move(residuals), meter_};
   }
 
   // `by_line` receives the bytes that each line sends; the ledger then does not contain these
@@ -119,7 +124,7 @@ class Simulation : StateBytes {
       case Op::kNorm:
         phase_ = "update";
         drain_lane();
-        keep_residuals();
+        residuals_.update(meter_);
         if (update_.external) copy_grads();
         updated_.clear();
         meter_.lately();
@@ -335,7 +340,10 @@ class Simulation : StateBytes {
       return;
     }
     if (copies.has(way.to)) widen(unit, way.to);
-    if (has_residual(way)) leave_residual(unit, way);
+    if (has_residual(way)) {
+      const int64_t crosses = residuals_.feed(unit, way, meter_);
+      if (model_.on_accelerator && crosses > 0) ledger_.sent[phase_]["device-host"] += crosses;
+    }
     if (unit == step.units.back()) {
       const Held buffers{Tier::kDevice, Use::kBuffers,
                          buffer_bytes(way, step.role, step.units, copies.has(way.to))};
@@ -354,29 +362,6 @@ class Simulation : StateBytes {
     if (way.to.tier != Tier::kDisk) return;
     made_.push_back({Tier::kHost, Use::kGrad, bytes(Role::kGrad, unit, way.to)});
     meter_.add(made_.back());
-  }
-
-  // No sum has a residual in a world of one rank.
-  bool keeps_residual() const { return table_.keeps_residual() && mesh_.world() > 1; }
-  Held residual_of(int unit) const {
-    return held(Role::kResidual, unit, cell(Role::kResidual, Phase::kRest));
-  }
-
-  // The residual of the last step is kept until the update, beside the new one.
-  void leave_residual(int unit, const Route& way) {
-    const bool lossy = std::any_of(way.passes.begin(), way.passes.end(),
-                                   [](const Pass& pass) { return pass.wire.lossy(); });
-    if (!lossy || with_new_residual_[unit]) return;
-    with_new_residual_[unit] = true;
-    meter_.add(residual_of(unit));
-  }
-
-  void keep_residuals() {
-    for (size_t unit = 0; unit < with_new_residual_.size(); ++unit) {
-      if (!with_new_residual_[unit]) continue;
-      with_new_residual_[unit] = false;
-      meter_.free(residual_of(static_cast<int>(unit)));
-    }
   }
 
   void move_optim(const Step& step, int unit) {
@@ -476,10 +461,10 @@ class Simulation : StateBytes {
   std::string phase_ = "update";
   std::vector<Copies> params_, grads_;  // by unit
   std::vector<std::vector<Held>>
-      staged_;              // by unit: memory that the unit's gather reads, until the unit is used
-  std::vector<bool> with_new_residual_;  // by unit
-  std::vector<int> begun_;  // units that have begun and whose gather still has its memory
-  std::vector<Held> writing_;                   // being written to disk
+      staged_;  // by unit: memory that the unit's gather reads, until the unit is used
+  ResidualMemory residuals_;
+  std::vector<int> begun_;     // units that have begun and whose gather still has its memory
+  std::vector<Held> writing_;  // being written to disk
   std::vector<std::vector<Held>> extra_grads_;  // by unit: in addition to the copies in grads_
   std::vector<Held> publishing_;                // buffers of the largest publish so far
   // For a late update: (unit, peak bytes since the update before it), the bytes after the update,

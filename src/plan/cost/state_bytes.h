@@ -44,9 +44,8 @@ class StateBytes {
   }
 
   Held held(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
-    const Use use = role == Role::kParam  ? Use::kParam
-                    : role == Role::kGrad ? Use::kGrad
-                                          : Use::kOptim;
+    const bool of_grads = role == Role::kGrad || role == Role::kResidual;
+    const Use use = role == Role::kParam ? Use::kParam : of_grads ? Use::kGrad : Use::kOptim;
     return {place.tier, use, bytes(role, unit, place, chunk)};
   }
 

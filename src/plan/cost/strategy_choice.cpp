@@ -146,10 +146,11 @@ std::string refusal_of(const Config& config, const ModelDesc& model, bool extern
            "optimizer of your own needs its state in memory, so set it to \"host\"";
   }
   try {
+    const std::string codec = codec_refusal(config, model);
+    if (!codec.empty()) return codec;
     const OptimizerType optimizer = config.optimizer.value_or(OptimizerConfig{}).type;
     check(table_of(config, model), model, mesh_of(config),
-          {external_optimizer, config.offload.late_update, optimizer,
-           config.comm.exact_first > 0});
+          {external_optimizer, config.offload.late_update, optimizer, config.comm.exact_first > 0});
   } catch (const ConfigError& error) {
     return error.what();
   }

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/plan/cost/strategy_choice.h"
 #include "src/plan/strategy.h"
@@ -87,6 +88,7 @@ PlanReport compare(const PlanQuestion& asked, const ModelDesc& model, int64_t nu
     }
   }
   report.alternatives = alternatives(question, model);
+  if (report.alternatives.empty()) throw ConfigError(refusal(question, model));
   if (!report.alternatives.front().fits) {  // "nothing fits" must have tried everything
     open_all(question);
     report.alternatives = alternatives(question, model);
