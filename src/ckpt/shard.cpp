@@ -246,7 +246,6 @@ void ShardReader::read_raw(int64_t offset, int64_t bytes, char* to) {
 void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
   PENSTOCK_ASSERT(offset >= file_.data && offset + bytes <= file_.table, path_);
   if (!table_checked_) check_table();
-  std::vector<uint64_t> sums;
   while (bytes > 0) {
     // Reads whole granules, up to kReadBytes at once, and keeps them for the next call.
     if (offset < block_at_ || offset >= block_at_ + block_bytes_) {
@@ -258,9 +257,8 @@ void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
       block_at_ = file_.data + first * file_.granule;
       const int64_t size = std::min(pieces * file_.granule, file_.table - block_at_);
       block_.resize(static_cast<size_t>(size));
-      sums.resize(static_cast<size_t>(pieces));
       read_raw(block_at_, size, block_.data());
-      read_raw(file_.table + first * 8, pieces * 8, reinterpret_cast<char*>(sums.data()));
+      const uint64_t* const sums = sums_of(first, pieces);
       for (int64_t i = 0; i < pieces; ++i) {
         const int64_t at = i * file_.granule;
         if (checksum(block_.data() + at, std::min(file_.granule, size - at)) == sums[i]) continue;
@@ -277,14 +275,25 @@ void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
   }
 }
 
+// Returns the checksums of granules, until the next call. check_table() may have kept them.
+const uint64_t* ShardReader::sums_of(int64_t first, int64_t count) {
+  if (table_kept_) return table_.data() + first;
+  table_.resize(static_cast<size_t>(count));
+  read_raw(file_.table + first * 8, count * 8, reinterpret_cast<char*>(table_.data()));
+  return table_.data();
+}
+
 void ShardReader::check_table() {
   RunningChecksum sum;
-  std::vector<char> part(static_cast<size_t>(std::min(kReadBytes, file_.bytes - file_.table)));
+  const int64_t all = file_.bytes - file_.table;
+  table_.resize(static_cast<size_t>((std::min(kReadBytes, all) + 7) / 8));
+  auto* const part = reinterpret_cast<char*>(table_.data());
   for (int64_t at = file_.table; at < file_.bytes; at += kReadBytes) {
     const int64_t bytes = std::min(kReadBytes, file_.bytes - at);
-    read_raw(at, bytes, part.data());
-    sum.add(part.data(), bytes);
+    read_raw(at, bytes, part);
+    sum.add(part, bytes);
   }
+  table_kept_ = all <= kReadBytes;  // one read had all of it
   if (hex(sum.value()) != file_.checksum) {
     throw Damaged(concat("[ckpt::load] the checksums of \"", path_,
                          "\" are damaged, or it is the file of another rank or checkpoint"));

@@ -102,13 +102,15 @@ class ShardReader {
  private:
   void read_raw(int64_t offset, int64_t bytes, char* to);
   void check_table();
+  const uint64_t* sums_of(int64_t first, int64_t count);
   void check_head(const Manifest& manifest, int index);
 
   const std::string path_;
   const File file_;
   int fd_ = -1;
   int64_t bytes_read_ = 0;
-  bool table_checked_ = false;
+  bool table_checked_ = false, table_kept_ = false;
+  std::vector<uint64_t> table_;  // all checksums if table_kept_, else those of the last read
   std::vector<char> block_;
   int64_t block_at_ = 0, block_bytes_ = 0;  // range of the file whose checked bytes are in block_
 };
