@@ -169,7 +169,8 @@ void Residuals::set_mean(Flat& flat, const at::Tensor& part) {
   }
   Buffer& kept = flat.residual.kept = room_for(flat);
   device::zero(kept.data(), kept.bytes());
-  const at::Tensor scaled = part.mul(addends / double(flat.placement.num_addends(rank_.mesh)));
+  const at::Tensor scaled =
+      part.mul(static_cast<double>(addends) / flat.placement.num_addends(rank_.mesh));
   const int64_t first = rank_.begin_of(mean, flat) - rank_.begin_of(rest, flat);
   device::take(kept.at(first), kept.dtype, device::address_of(scaled, nullptr), Dtype::kFp32,
                scaled.numel(), /*accumulate=*/false);

@@ -30,13 +30,13 @@ struct Travel {
   double* squares = nullptr;
   at::Tensor* norm_there = nullptr;
   uint64_t noise = 0;  // for sums by a lossy wire ([Note: Noise])
-  // Of the addends of a sum, on any tier ([Note: Residuals]): its pass, its number of values, the
-  // index of the first of them among the addends and, without an encoding, its factor.
+  // The residual of the addends of one pass, on any tier ([Note: Residuals]).
   struct Fed {
     device::Residual values{};
     size_t pass = SIZE_MAX;
-    int64_t numel = 0, offset = 0;
-    float factor = 1.0F;
+    int64_t numel = 0;
+    int64_t offset = 0;   // of the residual's first value among the addends
+    float factor = 1.0F;  // of the residual in a sum without an encoding
     // Ranges of the encoded sum that belong to no parameter. A code without a zero fills them.
     std::shared_ptr<const device::Residual::Ranges> gaps{};
   };
