@@ -164,3 +164,23 @@ def assert_equal(
         ratio = f"{case.precision}/reference {name}"
         largest[ratio] = max(largest.get(ratio, 0.0), deviations[name] / own[name])
     check(largest, case.precision, limits, deviations)
+
+
+def lossy_runs(
+    case: Case, pools: Any, settings: dict[str, Any], limit: float
+) -> tuple[list[Run], Run]:
+    """Trains `case` twice with `settings`, which round what travels. Both times the same bits,
+    ranks with equal weights and norms, and losses that differ from those of plain torch by at most
+    `limit` (rms of the relative differences). Returns the runs by rank and the plain run."""
+    plain = training.reference(*references(case, case.precision))
+    run = pools(case.world).run
+    first, again = (run(training.train_with, case, settings) for _ in range(2))
+    for one, two in zip(first, again, strict=True):
+        assert one[1] == two[1] == first[0][1]
+        assert one[0].losses == two[0].losses
+        assert one[0].norms == first[0][0].norms
+    runs = [one for one, _ in first]
+    losses = [sum(one) / len(runs) for one in zip(*(run.losses for run in runs), strict=True)]
+    assert losses != plain.losses
+    assert rms(losses, plain.losses) < limit
+    return runs, plain

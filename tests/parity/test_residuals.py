@@ -10,7 +10,6 @@ import compare
 import pytest
 import torch
 import torch.distributed as dist
-import training
 import zoo
 from torch import nn
 from training import Case
@@ -306,10 +305,6 @@ def test_a_run_without_residuals_says_that_it_loses_them(pools, tmp_path):
 # ---- training
 
 
-def trained(settings: dict[str, Any], case: Case) -> tuple[Any, str]:
-    return training.train(case, **settings)
-
-
 TRAININGS = [
     Case("zero1", accumulate=2),
     Case("zero2", "bf16", world=4),
@@ -329,17 +324,7 @@ def test_int4_trains_like_plain_torch(case, pools):
         "wire": {"grad": "int4/64/nearest"},
         "residual": {"rest": f"PP@device:{case.precision}"},
     }
-    plain = training.reference(*compare.references(case, case.precision))
-    first, again = (pools(case.world).run(trained, {"table": table}, case) for _ in range(2))
-    for one, two in zip(first, again, strict=True):
-        assert one[1] == two[1] == first[0][1]
-        assert one[0].losses == two[0].losses
-        assert one[0].norms == first[0][0].norms
-    losses = [
-        sum(by_rank) / len(first) for by_rank in zip(*(run.losses for run, _ in first), strict=True)
-    ]
-    assert losses != plain.losses
-    assert compare.rms(losses, plain.losses) < 0.05
+    compare.lossy_runs(case, pools, {"table": table}, limit=0.05)
 
 
 def second_moments(settings: dict[str, Any], path: str, first: int) -> Any:
@@ -463,16 +448,7 @@ CODECS = {
 )
 def test_codecs_train_like_plain_torch(case, codec, pools):
     comm = case.config()["comm"] | CODECS[codec]
-    plain = training.reference(*compare.references(case, case.precision))
-    first, again = (pools(case.world).run(trained, {"comm": comm}, case) for _ in range(2))
-    for one, two in zip(first, again, strict=True):
-        assert one[1] == two[1] == first[0][1]
-        assert one[0].losses == two[0].losses
-    losses = [
-        sum(by_rank) / len(first) for by_rank in zip(*(run.losses for run, _ in first), strict=True)
-    ]
-    assert losses != plain.losses
-    assert compare.rms(losses, plain.losses) < 0.1
+    compare.lossy_runs(case, pools, {"comm": comm}, limit=0.1)
 
 
 # ---- memory, bits and refusals
