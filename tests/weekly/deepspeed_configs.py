@@ -197,9 +197,9 @@ def theirs(folder: str, given: list[dict[str, Any]]) -> list[Outcome]:
 
 
 def record(results: list[tuple[dict[str, Any], Outcome]]) -> None:
-    """Writes a sample with as many refused as accepted configs, and only the class of errors."""
+    """Writes a sample with as many refused as accepted configs, and the beginnings of errors."""
     refused = [
-        (config, {"error": outcome["error"].partition(":")[0]})
+        (config, {"error": outcome["error"].partition("\n")[0][:60]})
         for config, outcome in results
         if "error" in outcome
     ]

@@ -12,8 +12,11 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/plan/config/deepspeed_values.h"
+#include "src/plan/config/section.h"
 
 namespace penstock {
+
+using config_text::lower;
 
 namespace {
 
@@ -301,12 +304,6 @@ struct KeyKind {
 };
 
 constexpr const char* kOneBit = "onebitadam";
-
-std::string lower(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  return text;
-}
 
 bool is_one_bit(const Leaves& given) { return lower(given.text("optimizer.type", "")) == kOneBit; }
 

@@ -145,8 +145,9 @@ constexpr DeepSpeedKey kKeys[] = {
     {"zero_optimization.zero_quantized_gradients", kTaken,
      "table.wire.grad, int8/128 without a bias (DeepSpeed: int4), or int4/128 with "
      "zeropp_loco_param"},
-    {"zero_optimization.zeropp_loco_param.*", kTaken,
+    {"zero_optimization.zeropp_loco_param.err_beta", kTaken,
      "table.residual.rest, with int4/128 gradients; it keeps all that is rounded away"},
+    {"zero_optimization.zeropp_loco_param.reset_T", kTaken, "as err_beta"},
     {"zero_optimization.zenflow.*", kRefused, kLater},
     {"zero_optimization.memory_efficient_linear", kNoEffect, kUnits},
     {"zero_optimization.override_module_apply", kNoEffect,

@@ -169,6 +169,8 @@ constexpr ValueRow kRows[] = {
     {"zero_optimization.mics_shard_size", kWhole, -1},             // only in older versions
     {"zero_optimization.mics_hierarchical_params_gather", kFlag},  // only in older versions
     optional("zero_optimization.zeropp_loco_param", kSection),     // only in older versions
+    {"zero_optimization.zeropp_loco_param.err_beta", kReal},
+    {"zero_optimization.zeropp_loco_param.reset_T", kReal},
     optional("zero_optimization.zenflow", kSection),
     {"zero_optimization.memory_efficient_linear", kFlag},
     {"zero_optimization.pipeline_loading_checkpoint", kFlag},
