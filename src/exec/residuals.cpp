@@ -83,7 +83,9 @@ Travel::Fed Residuals::begin(Flat& flat, const Route& route, mem::Lease* retired
   if (!pass) return {};
   const Placement& rest = *rank_.cells.residual;
   const Placement& addends = route.passes[*pass].from;
-  Travel::Fed fed{.pass = *pass, .numel = rank_.numel_of(rest, flat)};
+  Travel::Fed fed;
+  fed.pass = *pass;
+  fed.numel = rank_.numel_of(rest, flat);
   fed.offset = rank_.begin_of(rest, flat) - rank_.begin_of(addends, flat);
   for (const Axis axis : kDataAxes) {
     if (addends.on(axis) != rest.on(axis)) {
