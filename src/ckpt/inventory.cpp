@@ -49,7 +49,8 @@ struct Walker {
       one.role = i == 0 ? "param" : moments.at(i - 1);
       one.first = begin_of(copy.place, flat) + chunk.begin;
       one.users = lent && i == 0;
-      if (i == 0 && flat.rest().place == whole()) {
+      const bool edits = flat.rest().place == whole() && !executor.table().keeps_base();
+      if (i == 0 && edits) {
         one.edits = &flat.rest().one();
         one.edits_first = begin_of(whole(), flat);
       }
@@ -63,6 +64,9 @@ std::vector<Holding> holdings(exec::Executor& executor, int rank,
                               const std::vector<std::string>& moments, bool lent) {
   Walker walker{executor, rank, moments, lent};
   for (size_t u = 0; u < executor.units().size(); ++u) {
+    // Parameters at rest are not rounded masters, so later nobody could tell edits ([Note:
+    // Deltas]).
+    if (executor.table().keeps_base()) executor.values().take_edits(static_cast<int>(u));
     for (exec::Flat& flat : executor.units()[u].flats) {
       const auto unit = static_cast<int>(u);
       if (!flat.trainable || !executor.table().has_master(flat.dtype)) walker.rest(unit, flat);

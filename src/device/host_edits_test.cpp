@@ -26,6 +26,20 @@ TEST_P(Edits, ReplaceWhatWasChangedAndNothingElse) {
   EXPECT_TRUE(kept.equal(expected));
 }
 
+TEST_P(Edits, AreFoundByABaseWhereValuesAreNotRoundedFromTheKept) {
+  const auto [dtype, type] = GetParam();
+  const int64_t numel = 2 * 16 * 1024 + 77;
+  const at::Tensor kept = at::randn({numel}), base = at::randn({numel}).to(type);
+  const at::Tensor values = base.clone();
+  at::Tensor expected = kept.clone();
+  for (const int64_t place : {int64_t{5}, int64_t{2047}, int64_t{2048}, numel - 1}) {
+    values[place] = 0.5;
+    expected[place] = 0.5;
+  }
+  take_edits(kept.data_ptr(), Dtype::kFp32, values.data_ptr(), base.data_ptr(), dtype, numel);
+  EXPECT_TRUE(kept.equal(expected));
+}
+
 INSTANTIATE_TEST_SUITE_P(Dtypes, Edits,
                          testing::Values(std::pair{Dtype::kBf16, at::kBFloat16},
                                          std::pair{Dtype::kFp16, at::kHalf}));

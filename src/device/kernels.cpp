@@ -191,6 +191,17 @@ void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int
   own.copy_(at::where(changed(own, seen), seen.to(own.scalar_type()), own));
 }
 
+void take_edits(Address kept, Dtype kept_dtype, Address values, Address base, Dtype dtype,
+                int64_t numel) {
+  if (on_host(kept, values)) {
+    return host::take_edits(kept.data, kept_dtype, values.data, base.data, dtype, numel);
+  }
+  if (numel == 0) return;
+  const Unseen unseen;
+  const at::Tensor own = view(kept, kept_dtype, numel), seen = view(values, dtype, numel);
+  own.copy_(at::where(changed(view(base, dtype, numel), seen), seen.to(own.scalar_type()), own));
+}
+
 void scale(Address values, int64_t numel, float factor) {
   const Unseen unseen;
   view(values, Dtype::kFp32, numel).mul_(factor);

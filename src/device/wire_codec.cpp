@@ -299,16 +299,21 @@ void leave_residual(float* values, const float* before, int64_t count, const Wir
 
 void encode_on_host(char* to, const PlainValues& values, const Wire& wire, const Noise& noise,
                     const Residual& residual) {
-  const auto& [from, dtype, numel] = values;
+  const auto& [from, dtype, numel, base] = values;
   const Encoded all = Encoded::of(to, numel, wire);
   for_each_tile(numel, [&](int64_t at, int64_t count) {
     alignas(64) float tile[kTile], before[kTile];
     const char* const source = from.host() + at * dtype_bytes(dtype);
     const auto* read = reinterpret_cast<const float*>(source);
-    if (residual.kept() || dtype != Dtype::kFp32 || count % wire.block != 0) {
+    const bool changes = residual.kept() || base.data != nullptr;
+    if (changes || dtype != Dtype::kFp32 || count % wire.block != 0) {
       host::take(tile, Dtype::kFp32, source, dtype, count, false);
       std::fill(tile + count, tile + (count + wire.block - 1) / wire.block * wire.block, 0.0F);
       read = tile;
+    }
+    if (base.data != nullptr) {
+      host::take(before, Dtype::kFp32, base.host() + at * dtype_bytes(dtype), dtype, count, false);
+      for (int64_t i = 0; i < count; ++i) tile[i] -= before[i];
     }
     const Residual here = residual.from(at);
     if (residual.kept()) feed(tile, before, count, here);
@@ -482,12 +487,16 @@ at::Tensor held_back(const at::Tensor& before, const Residual& residual) {
 void encode_on_device(Address to, const PlainValues& values, const Wire& wire, const Noise& noise,
                       const Residual& residual) {
   const Unseen unseen;
-  const auto& [from, dtype, numel] = values;
+  const auto& [from, dtype, numel, base] = values;
   const at::Tensor scales = view(to, at::kFloat, wire.num_blocks(numel));
   const Address codes = to + wire.scale_bytes(numel);
   for (int64_t at = 0; at < numel; at += kPiece) {
     const int64_t count = std::min(kPiece, numel - at);
-    at::Tensor addends = view(from + at * dtype_bytes(dtype), dtype, count).to(at::kFloat);
+    const int64_t bytes = at * dtype_bytes(dtype);
+    at::Tensor addends = view(from + bytes, dtype, count).to(at::kFloat);
+    if (base.data != nullptr) {
+      addends = addends.sub(view(base + bytes, dtype, count).to(at::kFloat));
+    }
     const Residual here = residual.from(at);
     at::Tensor before, held;  // held: the part of `before` that is not added
     if (here.kept() && here.before.data != nullptr) {

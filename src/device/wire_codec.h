@@ -30,6 +30,7 @@ struct PlainValues {
   Address at;
   Dtype dtype = Dtype::kFp32;
   int64_t numel = 0;
+  Address base{};  // of this dtype: subtracted from the values; null: zeros
 };
 
 // Error feedback: what an encoding rounds away is added to the values of the next encoding. `after`

@@ -388,5 +388,40 @@ TEST_P(WireCodecTest, CodedValuesAreThoseThatArrive) {
   }
 }
 
+TEST_P(WireCodecTest, DeltasAreEncodedFromABaseAndAddedToIt) {
+  for (const Wire& wire : {Wire{Code::kInt4, 64, Rounding::kNearest, true},
+                           Wire{Code::kInt8, 128, Rounding::kNearest, true}}) {
+    for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
+      for (const int64_t numel : {1, 127, 4'097, 70'001}) {
+        const Bytes values = in_dtype(values_of(numel, 4), dtype);
+        const Bytes base = in_dtype(values_of(numel, 9), dtype);
+        const std::vector<float> ends = in_fp32(values, dtype), begins = in_fp32(base, dtype);
+        std::vector<float> deltas(ends.size()), sums(ends.size());
+        for (size_t i = 0; i < ends.size(); ++i) deltas[i] = ends[i] - begins[i];
+        const Bytes expected = encoded(in_dtype(deltas, Dtype::kFp32), Dtype::kFp32, wire, {});
+        const std::vector<float> arrives = decoded(expected, numel, wire);
+        for (size_t i = 0; i < ends.size(); ++i) sums[i] = begins[i] + arrives[i];
+        for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+          Bytes piece(expected.size(), 'x');
+          const auto address = [device](const Bytes& bytes) {
+            return Address{const_cast<char*>(bytes.data()), device};
+          };
+          encode(address(piece), {address(values), dtype, numel, address(base)}, wire, {});
+          ASSERT_EQ(piece, expected) << wire.text() << " " << numel;
+          const Bytes result = base;
+          const void* const source = piece.data();
+          decode_sum({.dst = address(result),
+                      .dst_dtype = dtype,
+                      .sources = {&source, 1},
+                      .numel = numel,
+                      .accumulate = true},
+                     wire);
+          ASSERT_EQ(result, in_dtype(sums, dtype)) << wire.text() << " " << numel;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace penstock::device

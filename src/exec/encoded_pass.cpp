@@ -61,17 +61,25 @@ void EncodedPass::run(comm::Channel& channel, const comm::Label& label, Address 
   gather(channel, label, room);
 }
 
-// This rank's own shard is decoded as well, so that all members have equal values.
+// This rank's own shard is decoded as well, so that all members have equal values. Deltas ([Note:
+// Deltas]) are added to the old values of `full`.
 void EncodedPass::gather(comm::Channel& channel, const comm::Label& label, Address room) {
   for (const Encoding& part : parts_) {
-    device::encode(room + members_.index * piece_ + part.offset, {part.own, part.dtype, part.numel},
-                   wire_, {key(part, channel.step()), 0});
+    const Address held = shard(part, part.full, members_.index);
+    device::encode(room + members_.index * piece_ + part.offset,
+                   {part.own, part.dtype, part.numel, wire_.delta ? held : Address()}, wire_,
+                   {key(part, channel.step()), 0});
   }
   channel.all_gather(label, members_, {{room, piece_}});
   for (int member = 0; member < members_.size(); ++member) {
     for (const Encoding& part : parts_) {
-      device::decode(shard(part, part.full, member), part.dtype,
-                     room + member * piece_ + part.offset, part.numel, wire_);
+      const void* const piece = (room + member * piece_ + part.offset).data;
+      device::decode_sum({.dst = shard(part, part.full, member),
+                          .dst_dtype = part.dtype,
+                          .sources = {&piece, 1},
+                          .numel = part.numel,
+                          .accumulate = wire_.delta},
+                         wire_);
     }
   }
 }

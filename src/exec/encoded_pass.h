@@ -24,7 +24,8 @@ class EncodedPass {
       : wire_(wire), members_(members), number_(number) {}
 
   // Adds a gather of shards of `numel` values. `own` is this rank's shard; `full` receives the
-  // shards of all members. `own` may be in its place in `full`.
+  // shards of all members. `own` may be in its place in `full`, but not if the wire sends deltas:
+  // then `full` has the old values of all shards, alike on all members.
   void add_gather(device::Address own, device::Address full, Dtype dtype, int64_t numel);
   // Adds a sum. Its scratch is not used. If `everywhere`, all shards of the sum replace `partial`.
   // `noise`: from the flat and the backward.

@@ -23,8 +23,8 @@ bool state_stays_on_host(const Rank& rank) {
   if (!rank.on_accelerator() || rank.cells.updates_on_device()) return false;
   if (rank.cells.optim_rest.tier == Tier::kDevice) return false;
   return rank.cells.publishes_chunks ||
-         route(rank.table.master(), rank.table.publish(), rank.mesh, rank.group.rank())
-             .joins_update();
+         rank.table.joins_update(
+             route(rank.table.master(), rank.table.publish(), rank.mesh, rank.group.rank()));
 }
 
 }  // namespace
@@ -73,8 +73,8 @@ std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
                               std::count(step.units.begin(), step.units.end(), unit) > 0;
                      });
     if (next == plan.steps.end()) continue;
-    prepared[i].writes_back =
-        route(rank_.table.master(), next->moves, rank_.mesh, rank_.group.rank()).joins_update();
+    prepared[i].writes_back = rank_.table.joins_update(
+        route(rank_.table.master(), next->moves, rank_.mesh, rank_.group.rank()));
   }
   return prepared;
 }

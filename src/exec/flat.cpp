@@ -162,6 +162,7 @@ void Flat::free() {
   grads.clear();
   chunks.clear();
   residual = {};
+  base = {};
   gradient32.reset();
   norm_there.reset();
   sum_there.reset();

@@ -135,6 +135,7 @@ class Flat {
     std::optional<Buffer> next;
   };
   Feedback residual;
+  Buffer base;  // [Note: Deltas]
 
   int64_t element_bytes() const { return dtype_bytes(dtype); }
 

@@ -15,6 +15,7 @@
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 #include "src/device/wire_codec.h"
+#include "src/exec/delta_base.h"
 
 namespace penstock::exec {
 
@@ -75,6 +76,9 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
   updates_.finish();
   Flat& flat = rank_.units[unit].flats[index];
   const std::string label = concat("read u", unit, ".", index, " param");
+  // Only the rank that updates a parameter can tell an edit from a delta that is not sent yet.
+  const bool edits_first = rank_.cells.base && rank_.users_write(flat);
+  if (edits_first) write(flat, 0, flat.numel, flat.rest().one().data());
   // The optimizer state of a flat with one chunk may rest under a placement other than the
   // update's.
   const bool one = flat.trainable && flat.chunks.size() == 1 && rank_.keeps_master(flat);
@@ -105,7 +109,7 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
   }
   if (kept != nullptr) rank_.traffic.let_go(*kept);
   const Dtype made = everywhere ? Dtype::kFp32 : place.dtype;
-  if (arrives && rank_.users_write(flat)) {
+  if (arrives && rank_.users_write(flat) && !edits_first) {
     const Buffer& rest = flat.rest().one();
     device::take_edits(room, made, bytes_of(on_host(rest)), rest.dtype, flat.numel);
   }
@@ -267,6 +271,7 @@ void GatheredValues::set_rest(Flat& flat, const Placement& at, char* values,
   walk.add({values, to, Dtype::kFp32, rest.dtype, flat.numel});
   walk.run(rank_.channels.stage(), label);
   if (owner != nullptr) device::copy(rest.data(), to, rest.bytes());
+  renew_base(rank_, flat);
   show(flat);
   rank_.traffic.put_back(rest);
 }
@@ -379,9 +384,14 @@ void GatheredValues::refine(Flat& flat, const at::Tensor& values, const std::str
     rank_.traffic.wait_read(master);
     rank_.traffic.changes(master);
     const at::Tensor kept = on_host(master);
-    const at::Tensor loaded =
-        values.narrow(0, rank_.begin_of(copy.place, flat) + chunk.begin, master.numel);
-    const at::Tensor made = at::where(rounded(kept).eq(rounded(loaded)), loaded, kept);
+    const int64_t first = rank_.begin_of(copy.place, flat) + chunk.begin;
+    const at::Tensor loaded = values.narrow(0, first, master.numel);
+    at::Tensor seen = rounded(kept);
+    if (rank_.cells.base) {
+      const int64_t begin = rank_.begin_of(flat.rest().place, flat);
+      seen = on_host(flat.rest().one()).narrow(0, first - begin, master.numel);
+    }
+    const at::Tensor made = at::where(seen.eq(rounded(loaded)), loaded, kept);
     device::copy(master.data(), bytes_of(made), master.bytes());
     rank_.traffic.put_back(master);
     rank_.traffic.settle();
@@ -390,6 +400,7 @@ void GatheredValues::refine(Flat& flat, const at::Tensor& values, const std::str
 
 void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Address values) {
   const int64_t size = flat.element_bytes();
+  const int64_t owned = rank_.begin_of(rank_.cells.optim_update, flat);
   const auto into = [&](Buffer& buffer, int64_t begin, mem::Account account) {
     const int64_t from = std::max(first, begin);
     const int64_t to = std::min(first + numel, begin + buffer.numel);
@@ -400,8 +411,12 @@ void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Add
     const device::Device* owner = buffer.data().device;
     const at::Tensor seen =
         device::brought(values + (from - first) * size, flat.dtype, to - from, owner);
-    device::take_edits(buffer.at(from - begin), buffer.dtype, device::address_of(seen, owner),
-                       flat.dtype, to - from);
+    const device::Address edits = device::address_of(seen, owner), kept = buffer.at(from - begin);
+    if (account == mem::Account::kOptim) {
+      exec::take_edits(rank_, flat, {edits, from - owned, to - from}, kept, buffer.dtype);
+    } else {
+      device::take_edits(kept, buffer.dtype, edits, flat.dtype, to - from);
+    }
     rank_.traffic.put_back(buffer);
     rank_.traffic.settle();
   };

@@ -59,8 +59,8 @@ class GatheredValues {
   void show(Flat& flat);
   // [stage] Copies the first rank's edited full parameters to every copy on every rank.
   void refresh(int unit);
-  // [stage] `values` [flat.numel]: fp32 values of the first rank; NaN means no value. If a master
-  // and its value round to the same parameter, the master is set to the value.
+  // [stage] `values` [flat.numel]: fp32 values of the first rank; NaN means no value. Where a value
+  // rounds to the parameter (with deltas: as it rests), the master is set to the value.
   void refine(Flat& flat, const at::Tensor& values, const std::string& label);
   // Returns the first parameter that users wrote to: its gathered values differ from this rank's
   // resting shard. Returns "" if there is none. Not collective. On a device the call does not read

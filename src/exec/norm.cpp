@@ -54,7 +54,8 @@ at::Tensor edits_there(const Rank& rank, Flat& flat) {
   if (flat.chunks.size() > 1 || chunk.optim.front().place != updated) return {};
   if (!master.memory || master.data().device == nullptr) return {};
   const int64_t begin = rank.begin_of(updated, flat) - rank.begin_of(flat.rest().place, flat);
-  return device::edited_on_device(master.data(), master.dtype, rest.at(begin), rest.dtype,
+  const Buffer& kept = rank.cells.base ? flat.base : master;
+  return device::edited_on_device(kept.data(), kept.dtype, rest.at(begin), rest.dtype,
                                   rank.numel_updated(flat, chunk));
 }
 

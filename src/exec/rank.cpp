@@ -141,6 +141,7 @@ void Rank::claim_state(Flat& flat, int num_chunks, int num_moments) {
     reserve(copy.one());
   }
   // A chunk's part of a buffer on disk shares the extent of the whole buffer.
+  if (cells.base) flat.base = buffer_at(*cells.base, flat);
   const auto part_of = [](const Buffer& whole, int64_t begin, int64_t numel) {
     Buffer part;
     part.dtype = whole.dtype;

@@ -10,6 +10,7 @@
 #include "src/base/text.h"
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
+#include "src/exec/delta_base.h"
 #include "src/exec/gradient_clipping.h"
 #include "src/exec/residuals.h"
 #include "src/optim/optimizer_step.h"
@@ -316,8 +317,8 @@ void Updates::take_edits(Flat& flat, device::Address master, int64_t element, in
   if (!rank_.users_write(flat) || !flat.edited) return;
   const Buffer& rest = flat.rest().one();
   const at::Tensor seen = device::brought(rest_at(flat, element), rest.dtype, numel, master.device);
-  device::take_edits(master, Dtype::kFp32, device::address_of(seen, master.device), rest.dtype,
-                     numel);
+  exec::take_edits(rank_, flat, {device::address_of(seen, master.device), element, numel}, master,
+                   Dtype::kFp32);
 }
 
 device::Address Updates::master_of(Flat& flat, ChunkState& chunk) {
@@ -380,6 +381,11 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
                                 [](const Slot& slot) { return slot.touched; });
   ChunkState& state = flat.chunks[chunk.index];
   const int64_t numel = rank_.numel_updated(flat, state);
+  // Deltas are computed for all parameters of the flat, also for those that this step did not
+  // update.
+  if (rank_.cells.base && numel > 0 && !update_.external) {
+    take_edits(flat, master_of(flat, state), state.begin, numel);
+  }
   if (!used || numel == 0) return;  // no rank has a gradient in this window
   const Copy* gradient = gradients_.held(flat);
   const Placement& wanted =
@@ -433,7 +439,9 @@ void Updates::add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk,
   range.numel = part.second - begin;
   range.moment_dtype = rank_.cells.optim_update.dtype;
   range.param_dtype = flat.rest().one().dtype;
-  if (!update_.external) take_edits(flat, master, chunk.begin + begin, range.numel);
+  if (!update_.external && !rank_.cells.base) {
+    take_edits(flat, master, chunk.begin + begin, range.numel);
+  }
   Published out = writes_back && !shares_master(rank_, flat)
                       ? publish_from(rest_at(flat, chunk.begin + begin), range, master)
                       : Published{};
@@ -498,8 +506,9 @@ void Updates::publish_to_disk(int unit, const Chunk& chunk) {
 // [Note: Three publishes] Parameters that rest on disk are written by the update lane, chunk by
 // chunk. For other parameters there are two cases. (1) The optimizer has already done the first
 // pass of the route (`joined`), or the masters are shards of the resting parameters (`in_window`).
-// Then the gather lane waits for the update's fence and runs the remaining passes. (2) Otherwise
-// the update lane runs the whole route on its own channel.
+// Then the gather lane waits for the update's fence and runs the remaining passes. The same holds
+// for deltas of masters that stay in their place after the update ([Note: Deltas]), except that no
+// pass has been done. (2) Otherwise the update lane runs the whole route on its own channel.
 void Updates::publish(const PlannedStep& planned) {
   const std::vector<int>& units = planned.step.units;
   if (rank_.cells.publishes_chunks) {
@@ -508,7 +517,8 @@ void Updates::publish(const PlannedStep& planned) {
     });
   }
   auto walk = std::make_shared<Walk>(rank_.walk(rank_.table.master(), planned.step.moves, false));
-  const bool joined = walk->route().joins_update();
+  const bool joined = rank_.table.joins_update(walk->route());
+  const bool stays = rank_.cells.base && rank_.cells.optim_rest == rank_.cells.optim_update;
   const bool in_window = gathers_masters(rank_, units, walk->route());
   std::vector<device::Fence> updated;
   for (const int unit : units) updated.push_back(rank_.units[unit].updated);
@@ -525,21 +535,29 @@ void Updates::publish(const PlannedStep& planned) {
       }
     }
   };
-  if (joined || in_window) {
+  const auto renew = [this, units] {
+    for (const int unit : units) {
+      for (Flat& flat : rank_.units[unit].flats) renew_base(rank_, flat);
+    }
+  };
+  if (joined || in_window || stays) {
     if (walk->route().local()) return;
     pack();
     const size_t first = joined ? 1 : 0;
-    const device::Fence ready = lanes_.gather.submit(
-        [this, walk, updated, label = planned.label, first, turn = lanes_.take_turn(*walk, first)] {
+    const device::Fence ready =
+        lanes_.gather.submit([this, walk, updated, renew, label = planned.label, first,
+                              turn = lanes_.take_turn(*walk, first)] {
           for (const device::Fence& update : updated) update.wait();
           walk->run(rank_.channels.gather, label, first, turn.get());
+          renew();
         });
     for (const int unit : units) rank_.units[unit].param_ready = ready;
     return;
   }
-  on_lane(units, [this, walk, pack, units, label = planned.label] {
+  on_lane(units, [this, walk, pack, renew, units, label = planned.label] {
     pack();
     walk->run(channel_, label);
+    renew();
     for (const int unit : units) {
       for (Flat& flat : rank_.units[unit].flats) {
         if (flat.trainable) rank_.traffic.put_back(flat.rest().one());

@@ -15,6 +15,7 @@ namespace {
 constexpr std::array<const char*, 4> kCodeNames = {"plain", "int8", "int4", "sign"};
 constexpr std::array<const char*, 2> kRoundingNames = {"nearest", "stochastic"};
 constexpr std::array kBlocks = {32, 64, 128};
+constexpr const char* kDelta = "delta";
 
 [[noreturn]] void refuse(std::string_view text, const std::string& why) {
   throw ConfigError(concat("[place::parse_wire] wire '", text, "' is not valid: ", why,
@@ -47,11 +48,12 @@ std::string Wire::text(Rounding assumed) const {
   if (!lossy()) return kCodeNames[0];
   const std::string how = concat("/", kRoundingNames[static_cast<size_t>(rounding)]);
   const bool usual = rounding == assumed || code == Code::kSign;
-  return concat(kCodeNames[static_cast<size_t>(code)], "/", block, usual ? "" : how);
+  return concat(kCodeNames[static_cast<size_t>(code)], "/", block, usual ? "" : how,
+                delta ? concat("/", kDelta) : "");
 }
 
 Wire Wire::parse(std::string_view text, Rounding rounding) {
-  const std::vector<std::string> words = split(text, '/');
+  std::vector<std::string> words = split(text, '/');
   const int code = index_of(words[0], kCodeNames);
   if (code < 0) refuse(text, concat("'", words[0], "' is unknown"));
   Wire wire{.code = static_cast<Code>(code)};
@@ -60,6 +62,8 @@ Wire Wire::parse(std::string_view text, Rounding rounding) {
     return wire;
   }
   wire.rounding = wire.code == Code::kSign ? Rounding::kNearest : rounding;
+  wire.delta = words.back() == kDelta;
+  if (wire.delta) words.pop_back();
   for (size_t i = 1; i < words.size(); ++i) {
     const int block = block_of(words[i]), how = index_of(words[i], kRoundingNames);
     if (i == 1 && block > 0) {

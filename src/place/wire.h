@@ -13,6 +13,10 @@
 //               encodes the same authority again (parameters), so errors never add up.
 //   stochastic  rounds up or down at random, so the mean of the error is zero. Used for addends:
 //               nearest would lose values below half a step in every step.
+//
+// A delta ([Note: Deltas]) is what the sender's new values differ by from those that the receivers
+// hold. Its steps are those of the change, not of the values, and what it rounds away is part of
+// the next difference.
 #include <array>
 #include <cstdint>
 #include <string>
@@ -30,6 +34,7 @@ struct Wire {
   // Values per scale. Shards are multiples of 128 values, so blocks never cross them.
   int block = 128;
   Rounding rounding = Rounding::kNearest;
+  bool delta = false;  // encodes differences; only in gathers of updated parameters
 
   bool lossy() const { return code != Code::kPlain; }
   // Returns the number of steps on each side of zero. Not for `sign`.
@@ -43,8 +48,8 @@ struct Wire {
   }
   int64_t encoded_bytes(int64_t numel) const;
 
-  // "plain", "int8/128", "int4/64/stochastic", "sign/128". `rounding`: what a text without a
-  // rounding means. parse() throws ConfigError.
+  // "plain", "int8/128", "int4/64/stochastic", "sign/128", "int4/128/delta". `rounding`: what a
+  // text without a rounding means. parse() throws ConfigError.
   std::string text(Rounding rounding = Rounding::kNearest) const;
   static Wire parse(std::string_view text, Rounding rounding = Rounding::kNearest);
   bool operator==(const Wire&) const = default;

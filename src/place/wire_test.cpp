@@ -9,7 +9,8 @@ namespace penstock {
 namespace {
 
 TEST(WireTest, TextParses) {
-  for (const char* text : {"plain", "int8/128", "int4/32", "int8/64/stochastic", "sign/64"}) {
+  for (const char* text : {"plain", "int8/128", "int4/32", "int8/64/stochastic", "sign/64",
+                           "int4/128/delta", "int4/64/stochastic/delta"}) {
     EXPECT_EQ(Wire::parse(text).text(), text);
   }
   EXPECT_EQ(Wire::parse("int8").text(), "int8/128");
@@ -24,7 +25,7 @@ TEST(WireTest, TextParses) {
 TEST(WireTest, RefusesOtherTexts) {
   for (const char* text : {"", "int9", "int8/", "int8/100", "int8/0128", "int8/128/up", "plain/128",
                            "int8/nearest/128", "int8/128/nearest/", "plain/nearest", "sign/nearest",
-                           "sign/128/stochastic"}) {
+                           "sign/128/stochastic", "plain/delta", "int8/delta/128", "delta"}) {
     EXPECT_THROW(Wire::parse(text), ConfigError) << text;
   }
   for (const char* text :

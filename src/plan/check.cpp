@@ -12,6 +12,11 @@ namespace penstock {
 
 namespace {
 
+bool rounds(const Wires& wires, Rounding rounding) {
+  return std::any_of(wires.axes.begin(), wires.axes.end(),
+                     [&](const Wire& wire) { return wire.lossy() && wire.rounding == rounding; });
+}
+
 // Compares cells that are normalized for the mesh ([Note: Equal layouts]). Errors quote the table
 // as it was written.
 class Checker {
@@ -26,6 +31,7 @@ class Checker {
     updates();
     wires();
     residuals();
+    deltas();
     signs(conditions);
     if (conditions.own_optimizer) leaves_state_alone();
     if (conditions.late_update && written_.rests_whole()) {
@@ -128,33 +134,32 @@ class Checker {
 
   // wire: every transfer of a parameter gives the same value, and the rounding of sums has no bias.
   void wires() const {
-    const auto rounds = [&](Role role, Rounding rounding) {
-      const Wires& wires = role == Role::kGrad ? table_.wires.grad : table_.wires.param;
-      return std::any_of(wires.axes.begin(), wires.axes.end(), [&](const Wire& wire) {
-        return wire.lossy() && wire.rounding == rounding;
-      });
-    };
-    if (rounds(Role::kGrad, Rounding::kNearest) && !table_.keeps_residual()) {
-      refuse_wire(Role::kGrad,
+    if (rounds(table_.wires.grad, Rounding::kNearest) && !table_.keeps_residual()) {
+      refuse_wire("grad",
                   "nearest rounding loses gradients below half a step in every step: "
                   "write stochastic, or keep what it loses in table.residual.rest");
     }
-    if (rounds(Role::kParam, Rounding::kStochastic)) {
-      refuse_wire(Role::kParam,
+    if (rounds(table_.wires.param, Rounding::kStochastic)) {
+      refuse_wire("param",
                   "forward and backward must compute with the same parameters: write "
                   "nearest");
     }
-    // One wire for both axes is used on the axes over which parameters travel.
-    const Wires& wires = table_.wires.param;
     const Placement& rest = cell(Role::kParam, Phase::kRest);
+    must_travel("param", table_.wires.param,
+                [&](Axis axis) { return rest.on(axis) == Layout::kSharded; });
+  }
+
+  // One wire for both axes is used on the axes over which values travel.
+  template <class Travels>
+  void must_travel(const std::string& name, const Wires& wires, const Travels& travels) const {
     const bool both = wires.on(Axis::kNode) == wires.on(Axis::kLocal);
+    const bool any = travels(Axis::kNode) || travels(Axis::kLocal);
     for (const Axis axis : kDataAxes) {
       if (!wires.on(axis).lossy() || mesh_.size(axis) == 1) continue;
-      if (rest.on(axis) == Layout::kSharded || (both && rest.sharded())) continue;
-      refuse_wire(Role::kParam,
-                  concat("no parameter travels over the axis ", axis_name(axis),
-                         " while table.param.rest is \"",
-                         written_.at(Role::kParam, Phase::kRest).text(), "\": leave it out"));
+      if (travels(axis) || (both && any)) continue;
+      refuse_wire(name, concat("no parameter travels over the axis ", axis_name(axis),
+                               " while table.param.rest is \"",
+                               written_.at(Role::kParam, Phase::kRest).text(), "\": leave it out"));
     }
   }
 
@@ -201,30 +206,73 @@ class Checker {
     }
   }
 
+  // base: a delta starts from values that the sender and all receivers have.
+  void deltas() const {
+    if (mesh_.data() == 1) return;
+    const Wires& wires = table_.wires.publish;
+    const Placement& rest = cell(Role::kParam, Phase::kRest);
+    const Placement& optim = cell(Role::kOptim, Phase::kUpdate);
+    must_travel("publish", wires, [&](Axis axis) {
+      return rest.on(axis) == Layout::kReplicated && optim.on(axis) == Layout::kSharded;
+    });
+    if (wires.has(Code::kSign) || rounds(wires, Rounding::kStochastic)) {
+      refuse_wire("publish",
+                  "what a delta rounds away is part of the next delta, which must not be larger "
+                  "than this one: write int4 or int8, and nearest");
+    }
+    const Wire &node = wires.on(Axis::kNode), &local = wires.on(Axis::kLocal);
+    if (node.lossy() && local.lossy() && node != local) {
+      refuse_wire("publish", "a delta is rounded once: use one wire for both axes, or for one");
+    }
+    if (wires.lossy()) return base(rest, optim);
+    if (table_.keeps_base()) {
+      refuse(Role::kParam, Phase::kUpdate, "base",
+             "only deltas need it: set a lossy table.wire.publish, or leave the cell out");
+    }
+  }
+
+  void base(const Placement& rest, const Placement& optim) const {
+    if (!takes_deltas(table_)) {
+      refuse(Role::kParam, Phase::kRest, "base",
+             concat("table.wire.publish adds deltas to the parameters at rest, which must be on "
+                    "device in ",
+                    dtype_name(precision_), ", and table.optim.rest (\"",
+                    written_.at(Role::kOptim, Phase::kRest).text(),
+                    "\") must have the layout of table.optim.update"));
+    }
+    Placement wanted = optim;
+    wanted.dtype = rest.dtype;
+    if (table_.keeps_base() && cell(Role::kParam, Phase::kUpdate) == wanted) return;
+    refuse(Role::kParam, Phase::kUpdate, "base",
+           concat("deltas are computed where masters are updated, from values as they rest: it can "
+                  "only be \"",
+                  wanted.text(), "\""));
+  }
+
   // wire: signs have one magnitude for a whole block.
   void signs(const Conditions& conditions) const {
     if (table_.wires.param.has(Code::kSign)) {
-      refuse_wire(Role::kParam, "the sign of a parameter does not stand for its value: use int8");
+      refuse_wire("param", "the sign of a parameter does not stand for its value: use int8");
     }
     if (!sums_signs(table_, mesh_)) return;
     if (conditions.own_optimizer || conditions.optimizer == OptimizerType::kAdagrad) {
-      refuse_wire(Role::kGrad,
+      refuse_wire("grad",
                   "the optimizer may use squares of gradients, and those of signs are all alike in "
                   "a block: use AdamW, Adam, SGD or Lion of the engine");
     }
     const bool adam = conditions.optimizer == OptimizerType::kAdam ||
                       conditions.optimizer == OptimizerType::kAdamW;
     if (adam && !conditions.begins_exact) {
-      refuse_wire(Role::kGrad,
+      refuse_wire("grad",
                   "Adam's second moment is updated only in exact steps, since squares of signs are "
                   "all alike in a block: set comm.exact_first to at least 1 (15% of all steps are "
                   "usual)");
     }
   }
 
-  [[noreturn]] void refuse_wire(Role role, const std::string& why) const {
-    throw ConfigError(concat("[plan::check] table.wire.", role_name(role), " is \"",
-                             written_.wires.text(role), "\": wire: ", why));
+  [[noreturn]] void refuse_wire(const std::string& name, const std::string& why) const {
+    throw ConfigError(concat("[plan::check] table.wire.", name, " is \"", written_.wires.text(name),
+                             "\": wire: ", why));
   }
 
   // own optimizer: the engine cannot move state that it does not know.

@@ -88,7 +88,7 @@ TEST(CheckTest, RefusalsNameTheCellItsValueAndThePrinciple) {
 }
 
 Table with_residual(Table table, const char* wires, const char* rest) {
-  table.wires.set(Role::kGrad, wires);
+  table.wires.set("grad", wires);
   table.set(Role::kResidual, Phase::kRest, Placement::parse(rest));
   return table;
 }
@@ -135,11 +135,51 @@ TEST(CheckTest, SignsAreForGradientsOfOptimizersThatCanUseThem) {
   says({.optimizer = OptimizerType::kAdagrad}, "use AdamW, Adam, SGD or Lion");
   says({.own_optimizer = true}, "use AdamW, Adam, SGD or Lion");
   Table without = zero3();
-  without.wires.set(Role::kGrad, "sign");
+  without.wires.set("grad", "sign");
   EXPECT_NE(refusal(without).find("keep what it loses"), std::string::npos) << refusal(without);
   Table params = zero3();
-  params.wires.set(Role::kParam, "sign");
+  params.wires.set("param", "sign");
   EXPECT_NE(refusal(params).find("does not stand for its value"), std::string::npos);
+}
+
+Table with_deltas(const char* wires, const char* base) {
+  Table table = preset("zero1", {.precision = Dtype::kBf16});
+  table.wires.set("publish", wires);
+  if (*base != '\0') table.set(Role::kParam, Phase::kUpdate, Placement::parse(base));
+  return table;
+}
+
+TEST(CheckTest, DeltasStartFromABaseBesideTheMasters) {
+  EXPECT_EQ(refusal(with_deltas("int4", "SS@device:bf16")), "");
+  EXPECT_EQ(refusal(with_deltas("node:int8/32", "SS@device:bf16")), "");
+  EXPECT_EQ(refusal(with_deltas("node:int4,local:int4", "SS@device:bf16")), "");
+  Table away = with_deltas("int4", "SS@device:bf16");
+  away.set(Role::kParam, Phase::kRest, Placement::parse("RR@host:bf16"));
+  Table turned = with_deltas("int4", "SS@device:bf16");
+  turned.set(Role::kOptim, Phase::kRest, Placement::parse("RS@device:fp32"));
+  Table sharded = zero3();
+  sharded.wires.set("publish", "int4");
+  struct Case {
+    Table table;
+    const char* says;
+  };
+  const Case cases[] = {
+      {with_deltas("int4", ""), "base: deltas are computed where masters are updated"},
+      {with_deltas("int4", "SS@host:bf16"), "it can only be \"SS@device:bf16\""},
+      {with_deltas("int4", "RS@device:bf16"), "it can only be \"SS@device:bf16\""},
+      {with_deltas("int4", "SS@device:fp32"), "it can only be \"SS@device:bf16\""},
+      {with_deltas("plain", "SS@device:bf16"), "base: only deltas need it"},
+      {with_deltas("sign", "SS@device:bf16"), "write int4 or int8, and nearest"},
+      {with_deltas("int4/stochastic", "SS@device:bf16"), "write int4 or int8, and nearest"},
+      {with_deltas("node:int4,local:int8", "SS@device:bf16"), "a delta is rounded once"},
+      {sharded, "table.wire.publish is \"int4/128\": wire: no parameter travels over the axis"},
+      {away, "base: table.wire.publish adds deltas to the parameters at rest"},
+      {turned, "must have the layout of table.optim.update"},
+  };
+  for (const Case& one : cases) {
+    EXPECT_NE(refusal(one.table).find(one.says), std::string::npos) << one.says << "\n"
+                                                                    << refusal(one.table);
+  }
 }
 
 TEST(CheckTest, MomentsAreFp32OrBf16) {

@@ -67,8 +67,9 @@ bool Route::local() const {
 }
 
 bool Route::into_next(size_t pass) const {
-  return passes[pass].kind == PassKind::kLocal && pass + 1 < passes.size() &&
-         passes[pass + 1].kind == PassKind::kAllGather;
+  if (pass + 1 == passes.size() || passes[pass + 1].kind != PassKind::kAllGather) return false;
+  if (passes[pass + 1].wire.delta) return false;
+  return passes[pass].kind == PassKind::kLocal || passes[pass].wire.delta;
 }
 
 bool Route::ends_at(size_t pass) const {

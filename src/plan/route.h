@@ -6,7 +6,9 @@
 // [Note: Fusions]
 //   slice, copy, cast      one pass reads a part, converts it and writes it to the last tier
 //   ... ; all_gather       the pass before the gather writes its result straight into this rank's
-//                          shard of the gathered copy
+//                          shard of the gathered copy. A gather of deltas needs that copy's old
+//                          values, so its input is elsewhere; its result is where the old values
+//                          are
 //   reduce_scatter; ...    the sum is written to the last tier in the last dtype or, if a sum is
 //                          there already, added to that sum
 //   all_reduce             in place if nothing else changes: the partial sum becomes the sum

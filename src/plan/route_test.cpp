@@ -36,6 +36,24 @@ TEST(RouteTest, AGatherIsWrittenIntoByThePassBefore) {
   EXPECT_FALSE(way.local());
 }
 
+TEST(RouteTest, AGatherOfDeltasNeedsItsInputElsewhere) {
+  const auto gathers = [](const char* wires) {
+    Wires all = Wires::parse(wires, Rounding::kNearest);
+    return route(at("SS@device:fp32"), hops(at("SS@device:fp32"), at("RR@device:bf16"), all), kMesh,
+                 kRank, true);
+  };
+  const Route both = gathers("int4/128/delta");
+  EXPECT_EQ(text(both), "local SS@device:bf16 | all_gather RR@device:bf16");
+  EXPECT_FALSE(both.into_next(0));
+  EXPECT_FALSE(both.joins_update());
+  // The parameters of one node already have their old values where they are gathered.
+  const Route nodes = gathers("node:int4/128/delta");
+  EXPECT_EQ(text(nodes),
+            "local SS@device:bf16 | all_gather RS@device:bf16 | all_gather RR@device:bf16");
+  EXPECT_FALSE(nodes.into_next(0));
+  EXPECT_TRUE(nodes.into_next(1));
+}
+
 TEST(RouteTest, SlicesCopiesAndCastsAreOnePass) {
   const Route way = between("RR@device:fp32", "RS@host:bf16");
   EXPECT_EQ(text(way), "local 1/2 RS@host:bf16");

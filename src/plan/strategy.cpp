@@ -40,12 +40,12 @@ namespace {
 // A value of comm.codec.
 struct Codec {
   const char* name;
-  const char *param, *grad;  // wires
-  const char* residual;      // tier and dtype; "": none
+  const char *param, *grad, *publish;  // wires
+  const char* residual;                // tier and dtype; "": none
 };
-constexpr Codec kCodecs[] = {{"int8", "int8/128", "int8/128", ""},
-                             {"zero++", "int8/128", "int4/128/nearest", "host:bf16"},
-                             {"1bit", "int8/128", "sign/128", "device:bf16"}};
+constexpr Codec kCodecs[] = {{"int8", "int8/128", "int8/128", "int8/128", ""},
+                             {"zero++", "int8/128", "int4/128/nearest", "int4/128", "host:bf16"},
+                             {"1bit", "int8/128", "sign/128", "int4/128", "device:bf16"}};
 
 const Codec* codec_of(const std::string& name) {
   const auto found = std::find_if(std::begin(kCodecs), std::end(kCodecs),
@@ -57,12 +57,39 @@ const Codec* codec_of(const std::string& name) {
 // Parameters need a wire only on axes on which they are sharded at rest.
 void set_wires(const Codec& codec, const Mesh& mesh, Table& table) {
   const char* const axis = mesh.size(Axis::kNode) > 1 ? "node:" : "";
-  table.wires.set(Role::kGrad, concat(axis, codec.grad));
-  table.wires.set(Role::kParam, concat(axis, codec.param));
+  table.wires.set("grad", concat(axis, codec.grad));
+  table.wires.set("param", concat(axis, codec.param));
   const Placement rest = table.on(mesh).at(Role::kParam, Phase::kRest);
   for (const Axis data : kDataAxes) {
     if (rest.on(data) != Layout::kSharded) table.wires.param.on(data) = Wire();
   }
+}
+
+// Updated parameters travel to rest over the axes on which only the optimizer state is sharded.
+// Must follow the config's own cells, on which these axes depend.
+void set_deltas(const Codec& codec, const Mesh& mesh, Table& table) {
+  if (!takes_deltas(table) || table.wires.publish.lossy()) return;
+  table.wires.set("publish", concat(mesh.size(Axis::kNode) > 1 ? "node:" : "", codec.publish));
+  const Table seen = table.on(mesh);
+  for (const Axis data : kDataAxes) {
+    const bool gathers = seen.at(Role::kParam, Phase::kRest).on(data) == Layout::kReplicated &&
+                         seen.master().on(data) == Layout::kSharded;
+    if (!gathers) table.wires.publish.on(data) = Wire();
+  }
+}
+
+// Returns whether the config says how updated parameters travel.
+bool gives_deltas(const Config& config) {
+  const auto row = config.table.find(kWireRow);
+  return row != config.table.end() && row->second.contains("publish");
+}
+
+// The base of deltas is where they are computed, in the dtype in which parameters rest.
+void set_base(const Mesh& mesh, Table& table) {
+  if (!table.wires.publish.lossy() || table.keeps_base() || mesh.data() == 1) return;
+  Placement base = table.at(Role::kOptim, Phase::kUpdate);
+  base.dtype = table.at(Role::kParam, Phase::kRest).dtype;
+  table.set(Role::kParam, Phase::kUpdate, base);
 }
 
 bool rounds_twice(const std::vector<LossySum>& sums) {
@@ -100,8 +127,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   for (const auto& [role_text, phases] : config.table) {
     for (const auto& [phase_text, place] : phases) {
       if (role_text == kWireRow) {
-        const bool param = phase_text == role_name(Role::kParam);
-        table.wires.set(param ? Role::kParam : Role::kGrad, place);
+        table.wires.set(phase_text, place);
         continue;
       }
       for (int r = 0; r < kNumRoles; ++r) {
@@ -114,7 +140,9 @@ Table table_of(const Config& config, const ModelDesc& model) {
       }
     }
   }
+  if (codec != nullptr && !gives_deltas(config)) set_deltas(*codec, mesh_of(config), table);
   if (codec != nullptr) set_residual(*codec, mesh_of(config), table);
+  set_base(mesh_of(config), table);
   return table;
 }
 
@@ -152,8 +180,11 @@ Config adapted(Config config, const std::string& strategy, const std::string& op
       return row.first != kWireRow && row.first != role_name(Role::kResidual);
     });
     const auto wires = config.table.find(kWireRow);
-    if (wires != config.table.end() && !can_rest_away(strategy)) {
-      wires->second.erase(role_name(Role::kParam));
+    if (wires != config.table.end()) {
+      const Table table = preset(strategy, {});
+      const Placement& rest = table.at(Role::kParam, Phase::kRest);
+      if (!can_rest_away(strategy)) wires->second.erase("param");
+      if (rest.layout == table.master().layout) wires->second.erase("publish");
     }
   }
   config.strategy = strategy;

@@ -16,7 +16,8 @@ namespace {
 // The cells that each role has; the other cells are not used.
 const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   static const std::vector<std::pair<Role, std::vector<Phase>>> kUsed = {
-      {Role::kParam, {Phase::kRest, Phase::kForward, Phase::kHold, Phase::kBackward}},
+      {Role::kParam,
+       {Phase::kRest, Phase::kForward, Phase::kHold, Phase::kBackward, Phase::kUpdate}},
       {Role::kGrad, {Phase::kBackward, Phase::kHold, Phase::kUpdate}},
       {Role::kOptim, {Phase::kRest, Phase::kUpdate}},
       {Role::kAct, {Phase::kForward, Phase::kHold, Phase::kBackward}},
@@ -25,8 +26,14 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   return kUsed;
 }
 
-Rounding usual_rounding(Role role) {
-  return role == Role::kGrad ? Rounding::kStochastic : Rounding::kNearest;
+constexpr const char* kPublish = "publish";
+
+Rounding usual_rounding(const std::string& wires) {
+  return wires == role_name(Role::kGrad) ? Rounding::kStochastic : Rounding::kNearest;
+}
+
+bool is_optional(Role role, Phase phase) {
+  return role == Role::kResidual || (role == Role::kParam && phase == Phase::kUpdate);
 }
 
 }  // namespace
@@ -50,6 +57,11 @@ const Placement& Table::at(Role role, Phase phase) const {
 void Table::set(Role role, Phase phase, const Placement& place) {
   cells_[static_cast<size_t>(role)][static_cast<size_t>(phase)] = place;
   keeps_residual_ |= role == Role::kResidual;
+  keeps_base_ |= role == Role::kParam && phase == Phase::kUpdate;
+}
+
+bool Table::has(Role role, Phase phase) const {
+  return !is_optional(role, phase) || (role == Role::kResidual ? keeps_residual_ : keeps_base_);
 }
 
 // [Note: Equal layouts] Planning, checks and execution use the table of their mesh.
@@ -57,7 +69,7 @@ Table Table::on(const Mesh& mesh) const {
   Table seen = *this;
   for (auto& row : seen.cells_)
     for (Placement& cell : row) cell = normalize(cell, mesh);
-  seen.wires = {wires.param.on(mesh), wires.grad.on(mesh)};
+  seen.wires = wires.on(mesh);
   return seen;
 }
 
@@ -70,6 +82,7 @@ Dtype Table::dtype_in(const Placement& cell, Dtype own) const {
 // There is no separate master if the resting parameter is fp32, is on the tier where the optimizer
 // works, and contains the elements that this rank updates.
 bool Table::has_master(Dtype dtype) const {
+  if (keeps_base_) return true;
   const Placement& rest = at(Role::kParam, Phase::kRest);
   const Placement& optim = at(Role::kOptim, Phase::kUpdate);
   if (dtype_in(rest, dtype) != Dtype::kFp32 || rest.tier != optim.tier) return true;
@@ -114,8 +127,8 @@ const Placement& Table::grad_after_backward() const {
 bool Table::uses_disk() const {
   for (const auto& [role, phases] : used_cells()) {
     for (const Phase phase : phases) {
-      if (role == Role::kResidual && !keeps_residual()) continue;
-      if (role != Role::kAct && at(role, phase).tier == Tier::kDisk) return true;
+      if (has(role, phase) && role != Role::kAct && at(role, phase).tier == Tier::kDisk)
+        return true;
     }
   }
   return false;
@@ -128,7 +141,7 @@ bool Table::streams_state() const {
   }
   // The update itself must write the published values, since the state is gone afterwards.
   const std::vector<Move> moves = publish();
-  return moves.empty() || publishes_chunks() || route(master(), moves, Mesh(), 0).joins_update();
+  return moves.empty() || publishes_chunks() || joins_update(route(master(), moves, Mesh(), 0));
 }
 
 bool Table::grads_wait_on_disk() const {
@@ -145,12 +158,14 @@ bool Table::grads_come_in_chunks() const {
 // the values still move to a second buffer; this move is written as a cast.
 std::vector<Move> Table::publish() const {
   const Placement& rest = at(Role::kParam, Phase::kRest);
-  std::vector<Move> moves = hops(master(), rest);
+  std::vector<Move> moves = hops(master(), rest, wires.publish);
   if (moves.empty() && has_master(rest.dtype)) {
     moves = {{.kind = MoveKind::kCast, .dtype = rest.dtype}};
   }
   return moves;
 }
+
+bool Table::joins_update(const Route& way) const { return !keeps_base_ && way.joins_update(); }
 
 bool Table::publishes_chunks() const {
   const std::vector<Move> moves = publish();
@@ -165,24 +180,47 @@ std::string Table::text() const {
   for (const auto& [role, phases] : used_cells()) {
     if (role == Role::kResidual && !keeps_residual()) continue;
     out += role_name(role);
-    for (const Phase phase : phases)
-      out += concat(" ", phase_name(phase), "=", at(role, phase).text());
+    for (const Phase phase : phases) {
+      if (has(role, phase)) out += concat(" ", phase_name(phase), "=", at(role, phase).text());
+    }
     out += "\n";
   }
   std::string row;
-  for (const Role role : {Role::kParam, Role::kGrad}) {
-    const std::string text = wires.text(role);
-    if (text != Wire().text()) row += concat(" ", role_name(role), "=", text);
+  for (const std::string& name : TableWires::names()) {
+    const std::string text = wires.text(name);
+    if (text != Wire().text()) row += concat(" ", name, "=", text);
   }
   return row.empty() ? out : concat(out, kWireRow, row, "\n");
 }
 
-std::string RoleWires::text(Role role) const {
-  return (role == Role::kGrad ? grad : param).text(usual_rounding(role));
+const std::vector<std::string>& TableWires::names() {
+  static const std::vector<std::string> kNames = {role_name(Role::kParam), role_name(Role::kGrad),
+                                                  kPublish};
+  return kNames;
 }
 
-void RoleWires::set(Role role, const std::string& text) {
-  (role == Role::kGrad ? grad : param) = Wires::parse(text, usual_rounding(role));
+std::string TableWires::text(const std::string& name) const {
+  if (name != kPublish) return (name == "grad" ? grad : param).text(usual_rounding(name));
+  Wires wires = publish;
+  for (Wire& wire : wires.axes) wire.delta = false;
+  return wires.text(usual_rounding(name));
+}
+
+void TableWires::set(const std::string& name, const std::string& text) {
+  Wires wires = Wires::parse(text, usual_rounding(name));
+  for (Wire& wire : wires.axes) {
+    if (wire.delta) {
+      throw ConfigError(concat("[plan::TableWires::set] wire '", text,
+                               "' is not valid: table.wire.publish sends deltas without the word, "
+                               "and the other wires never send them"));
+    }
+    wire.delta = name == kPublish && wire.lossy();
+  }
+  (name == kPublish ? publish : name == "grad" ? grad : param) = wires;
+}
+
+TableWires TableWires::on(const Mesh& mesh) const {
+  return {param.on(mesh), grad.on(mesh), publish.on(mesh)};
 }
 
 Table Table::parse(const std::string& text) {
@@ -201,22 +239,29 @@ Table Table::parse(const std::string& text) {
     for (const Phase phase : phases) {
       const std::string cell = concat(role_name(role), ".", phase_name(phase));
       const auto found = given.find(cell);
-      if (found == given.end() && role == Role::kResidual) continue;
+      if (found == given.end() && is_optional(role, phase)) continue;
       if (found == given.end())
         throw ConfigError(concat("[plan::Table::parse] cell ", cell, " is missing"));
       table.set(role, phase, Placement::parse(found->second));
       given.erase(found);
     }
   }
-  for (const Role role : {Role::kParam, Role::kGrad}) {
-    const auto found = given.find(concat(kWireRow, ".", role_name(role)));
+  for (const std::string& name : TableWires::names()) {
+    const auto found = given.find(concat(kWireRow, ".", name));
     if (found == given.end()) continue;
-    table.wires.set(role, found->second);
+    table.wires.set(name, found->second);
     given.erase(found);
   }
   if (!given.empty())
     throw ConfigError(concat("[plan::Table::parse] there is no cell ", given.begin()->first));
   return table;
+}
+
+bool takes_deltas(const Table& table) {
+  Placement computes = table.at(Role::kParam, Phase::kForward);
+  const Placement& rest = table.at(Role::kParam, Phase::kRest);
+  computes.layout = rest.layout;
+  return rest == computes && table.at(Role::kOptim, Phase::kRest).layout == table.master().layout;
 }
 
 std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh) {
@@ -249,6 +294,8 @@ Cells::Cells(const Table& table)
     : param_rest(table.at(Role::kParam, Phase::kRest)),
       param_forward(table.at(Role::kParam, Phase::kForward)),
       param_hold(table.at(Role::kParam, Phase::kHold)),
+      base(table.keeps_base() ? std::optional(table.at(Role::kParam, Phase::kUpdate))
+                              : std::nullopt),
       grad_hold(table.at(Role::kGrad, Phase::kHold)),
       grad_update(table.at(Role::kGrad, Phase::kUpdate)),
       optim_rest(table.at(Role::kOptim, Phase::kRest)),

@@ -9,6 +9,8 @@
 
 namespace penstock {
 
+struct Route;
+
 enum class Role : uint8_t { kParam, kGrad, kOptim, kAct, kResidual };
 enum class Phase : uint8_t { kRest, kForward, kHold, kBackward, kUpdate };
 inline constexpr int kNumRoles = 5;
@@ -16,33 +18,42 @@ inline constexpr int kNumPhases = 5;
 const char* role_name(Role role);     // "param" "grad" "optim" "act" "residual"
 const char* phase_name(Phase phase);  // "rest" "forward" "hold" "backward" "update"
 
-// The row of a table that has the wires of roles; its other rows are roles with placements.
+// The row of a table that has its wires; its other rows are roles with placements.
 inline constexpr const char* kWireRow = "wire";
 
-// How parameters travel to a forward or backward, and how gradients travel to their sums ([Note:
-// Wires]). All other moves have the plain wire.
-struct RoleWires {
-  Wires param{}, grad{};
+// The wires of a table ([Note: Wires]): of parameters on their way to a forward or backward, of
+// gradients on their way to their sums, and of updated parameters on their way to rest ([Note:
+// Deltas]). All other moves have the plain wire.
+struct TableWires {
+  Wires param{}, grad{}, publish{};
 
-  // Text such as "int8/128", for the role kParam or kGrad. Without a rounding, gradients are
-  // rounded without a bias, and parameters are rounded alike by every transfer. set() throws
-  // ConfigError.
-  std::string text(Role role) const;
-  void set(Role role, const std::string& text);
-  bool operator==(const RoleWires&) const = default;
+  // In the order of a table's text.
+  static const std::vector<std::string>& names();  // "param" "grad" "publish"
+  // Text such as "int8/128". Without a rounding, gradients are rounded without a bias, and
+  // parameters are rounded alike by every transfer. The wires of `publish` are deltas, which the
+  // text does not say. set() throws ConfigError.
+  std::string text(const std::string& name) const;
+  void set(const std::string& name, const std::string& text);
+  bool lossy() const { return param.lossy() || grad.lossy() || publish.lossy(); }
+  TableWires on(const Mesh& mesh) const;  // see Wires::on()
+  bool operator==(const TableWires&) const = default;
 };
 
 class Table {
  public:
-  RoleWires wires{};
+  TableWires wires{};
 
-  // param: rest, forward, hold, backward; grad: backward, hold, update; optim: rest, update; act:
-  // forward, hold, backward; residual: rest, only if keeps_residual().
+  // param: rest, forward, hold, backward, and update only if keeps_base(); grad: backward, hold,
+  // update; optim: rest, update; act: forward, hold, backward; residual: rest, only if
+  // keeps_residual().
   const Placement& at(Role role, Phase phase) const;
   void set(Role role, Phase phase, const Placement& place);
   // Returns whether sums of gradients by a lossy wire keep what they round away for the next sum
   // ([Note: Residuals]). The table then has the cell residual.rest.
   bool keeps_residual() const { return keeps_residual_; }
+  // Returns whether parameters are published by deltas, except in exact steps ([Note: Deltas]). The
+  // table then has the cell param.update.
+  bool keeps_base() const { return keeps_base_; }
   // Returns the table with every cell normalized for this mesh (normalize()).
   Table on(const Mesh& mesh) const;
   // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
@@ -78,20 +89,28 @@ class Table {
   // Returns the moves that turn updated masters into resting parameters. If only the buffer
   // changes, there is one move, a cast. If the resting parameters are the masters, there is none.
   std::vector<Move> publish() const;
+  // Returns whether the optimizer does the first pass of a publish by this route.
+  bool joins_update(const Route& way) const;
   // Returns whether updated parameters go to rest in the same chunks as the optimizer state.
   bool publishes_chunks() const;
   // One line per role: "param rest=SS@device:bf16 forward=...", and "wire param=int8/128 grad=..."
   // if a wire is not plain.
   std::string text() const;
-  // Parses the form that text() returns. Every cell except those of `residual` and `wire` must be
-  // present. Throws ConfigError with the cell.
+  // Parses the form that text() returns. Every cell except param.update and those of `residual` and
+  // `wire` must be present. Throws ConfigError with the cell.
   static Table parse(const std::string& text);
   bool operator==(const Table&) const = default;
 
  private:
   std::array<std::array<Placement, kNumPhases>, kNumRoles> cells_{};
-  bool keeps_residual_ = false;
+  bool keeps_residual_ = false, keeps_base_ = false;
+
+  bool has(Role role, Phase phase) const;
 };
+
+// Returns whether updated parameters can be published by deltas ([Note: Deltas]): they rest as
+// forward and backward use them but for the layout, and masters rest in the layout of their update.
+bool takes_deltas(const Table& table);
 
 // A sum of gradients by a lossy wire.
 struct LossySum {
@@ -114,6 +133,7 @@ struct Cells {
     return grad_hold.tier == Tier::kDevice && grad_update.tier == Tier::kDevice;
   }
   const Placement param_rest, param_forward, param_hold;
+  const std::optional<Placement> base;  // param.update
   const Placement grad_hold, grad_update;
   const Placement optim_rest, optim_update;
   const Placement act_hold;

@@ -1,3 +1,4 @@
+#include "src/plan/route.h"
 #include "src/plan/table.h"
 
 #include <gtest/gtest.h>
@@ -75,6 +76,36 @@ TEST(TableTest, TextParsesBack) {
   table.set(Role::kResidual, Phase::kRest, Placement::parse("PP@host:bf16"));
   EXPECT_NE(table.text().find("residual rest=PP@host:bf16\n"), std::string::npos);
   EXPECT_EQ(Table::parse(table.text()), table);
+  EXPECT_EQ(table.text().find("update=SS@host:bf16"), std::string::npos);
+  table.set(Role::kParam, Phase::kUpdate, Placement::parse("SS@host:bf16"));
+  table.wires.set("publish", "node:int4/64");
+  EXPECT_NE(table.text().find(" update=SS@host:bf16\ngrad "), std::string::npos) << table.text();
+  EXPECT_NE(table.text().find("wire publish=node:int4/64\n"), std::string::npos) << table.text();
+  EXPECT_EQ(Table::parse(table.text()), table);
+}
+
+TEST(TableTest, UpdatedParametersArePublishedByDeltas) {
+  Table table = preset("zero1", {.precision = Dtype::kBf16});
+  const Route plain = route(table.master(), table.publish(), Mesh(), 0);
+  EXPECT_TRUE(table.joins_update(plain));
+  EXPECT_FALSE(preset("zero1", {}).has_master(Dtype::kFp32));
+  const auto moves = [](const Table& one) {
+    std::vector<std::string> texts;
+    for (const Move& move : one.publish()) texts.push_back(move.text());
+    return join(texts, "; ");
+  };
+  table.set(Role::kParam, Phase::kUpdate, Placement::parse("SS@device:bf16"));
+  table.wires.set("publish", "int4/64");
+  EXPECT_EQ(moves(table), "cast(bf16); all_gather(data:int4/64/delta)");
+  EXPECT_EQ(parse_move("all_gather(data:int4/64/delta)"), table.publish().back());
+  EXPECT_TRUE(table.has_master(Dtype::kFp32));
+  // An exact step has the masters and the base, too, so its update does not publish either.
+  table.wires = {};
+  EXPECT_EQ(moves(table), "cast(bf16); all_gather(data)");
+  EXPECT_FALSE(table.joins_update(plain));
+  for (const char* name : {"param", "grad", "publish"}) {
+    EXPECT_THROW(table.wires.set(name, "int4/64/delta"), ConfigError) << name;
+  }
 }
 
 TEST(TableTest, WhatIsNoTableIsRefusedByItsCell) {

@@ -162,8 +162,8 @@ AT_THE_BORDER = [
     Mutation(
         "masters keep the rounded values of a loaded state",
         "src/exec/gathered_values.cpp",
-        "at::where(rounded(kept).eq(rounded(loaded)), loaded, kept)",
-        "at::where(rounded(kept).eq(rounded(loaded)), kept, kept)",
+        "at::where(seen.eq(rounded(loaded)), loaded, kept)",
+        "at::where(seen.eq(rounded(loaded)), kept, kept)",
         Pytest(("tests/python/test_loaded_masters.py",)),
     ),
     Mutation(

@@ -405,7 +405,7 @@ MUTATIONS = [
     Mutation(
         "an edit in low precision does not reach the master",
         UPDATES,
-        "  if (!update_.external) take_edits(flat, master, chunk.begin + begin, range.numel);\n",
+        "    take_edits(flat, master, chunk.begin + begin, range.numel);\n",
         "",
         EDITS,
     ),

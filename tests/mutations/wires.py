@@ -18,6 +18,10 @@ def residuals(tests: str) -> Pytest:
     return Pytest(("tests/parity/test_residuals.py", "-k", tests))
 
 
+def deltas(tests: str) -> Pytest:
+    return Pytest(("tests/parity/test_deltas.py", "-k", tests))
+
+
 TRAINING = wires("trains_like and zero3-fp32")
 ARRIVE = wires("arrive and zero3-int8-fp32")
 SUMS = wires("at_most_a_step and ddp-int8")
@@ -45,16 +49,16 @@ OVER_WIRES = [
     Mutation(
         "gradients may be rounded to nearest",
         "src/plan/check.cpp",
-        "if (rounds(Role::kGrad, Rounding::kNearest) && !table_.keeps_residual()) {",
+        "if (rounds(table_.wires.grad, Rounding::kNearest) && !table_.keeps_residual()) {",
         "if (false) {",
         wires("refused and biased"),
     ),
     Mutation(
         "a rank keeps its own shard as it was",
         PASS,
-        "      device::decode(shard(part, part.full, member), part.dtype,",
+        "      device::decode_sum({.dst = shard(part, part.full, member),",
         "      if (member != members_.index)\n"
-        "      device::decode(shard(part, part.full, member), part.dtype,",
+        "      device::decode_sum({.dst = shard(part, part.full, member),",
         ARRIVE,
     ),
     Mutation(
@@ -115,7 +119,7 @@ OVER_WIRES = [
     Mutation(
         "exact steps keep the wires of the table",
         PLANNING,
-        "is_exact_step(config.comm, step) ? RoleWires() : table.wires",
+        "is_exact_step(config.comm, step) ? TableWires() : table.wires",
         "is_exact_step(config.comm, step) ? table.wires : table.wires",
         EXACT_STEPS,
     ),
@@ -125,6 +129,55 @@ OVER_WIRES = [
         "  executor.params().use(table.wires.param);\n",
         "  executor.params().use(executor.table().wires.param);\n",
         wires("exact_steps_are_those and twice"),
+    ),
+    Mutation(
+        "an exact step begins with parameters that were published by deltas",
+        PLANNING,
+        "is_exact_step(config.comm, step + 1) ?",
+        "is_exact_step(config.comm, step) ?",
+        deltas("exact_steps_begin and zero1"),
+    ),
+    Mutation(
+        "a delta replaces the parameters at rest",
+        PASS,
+        ".accumulate = wire_.delta}",
+        ".accumulate = false}",
+        deltas("arrive_as_coded and zero1-fp32"),
+    ),
+    Mutation(
+        "a delta is computed from zeros",
+        PASS,
+        "wire_.delta ? held : Address()",
+        "wire_.delta ? Address() : Address()",
+        deltas("arrive_as_coded and zero1-fp32"),
+    ),
+    Mutation(
+        "the base keeps the first parameters",
+        "src/exec/updates.cpp",
+        "      for (Flat& flat : rank_.units[unit].flats) renew_base(rank_, flat);\n",
+        "",
+        deltas("edit_changes_what and zero1-bf16-in_place"),
+    ),
+    Mutation(
+        "an edit of a parameter without a gradient is not published",
+        "src/exec/updates.cpp",
+        "  if (rank_.cells.base && numel > 0 && !update_.external) {",
+        "  if (rank_.cells.base && used && numel > 0 && !update_.external) {",
+        deltas("edit_changes_what and zero1-bf16-by_data"),
+    ),
+    Mutation(
+        "masters with edits are read as rounded from the parameters",
+        "src/ckpt/inventory.cpp",
+        "    if (executor.table().keeps_base()) executor.values()",
+        "    if (false) executor.values()",
+        deltas("edit_changes_what and zero1-bf16-in_place"),
+    ),
+    Mutation(
+        "the update publishes into the base of its own delta",
+        "src/plan/route.cpp",
+        "  if (passes[pass + 1].wire.delta) return false;\n",
+        "",
+        deltas("arrive_as_coded and zero1-bf16"),
     ),
     Mutation(
         "a run that goes on counts exact steps from its start",

@@ -107,10 +107,11 @@ void refuse_nonfinite(const exec::Flat& flat, const at::Tensor& values) {
       device::host::first_nonfinite(values.const_data_ptr(), Dtype::kFp32, values.numel());
   for (const exec::Slot& slot : flat.slots) {
     if (bad < slot.offset || bad >= slot.offset + slot.numel) continue;
-    throw ConfigError(concat("[engine::initialize] parameter \"", slot.name,
-                             "\" has a value that is not finite, which would make the values "
-                             "beside it NaN on the lossy wire of parameters (comm.codec or "
-                             "table.wire.param). Make it a buffer, or use the plain wire"));
+    throw ConfigError(
+        concat("[engine::initialize] parameter \"", slot.name,
+               "\" has a value that is not finite, which would make the values "
+               "beside it NaN on a lossy wire of parameters (comm.codec, "
+               "table.wire.param or table.wire.publish). Make it a buffer, or use the plain wire"));
   }
 }
 
@@ -183,7 +184,10 @@ void Adoption::take(const ModelTree& tree, const Config& config,
     for (const exec::Part& part : executor_.units()[unit].parts()) {
       const std::string label = concat("initial u", unit, ".", part.flat->number);
       const at::Tensor values = take_values(part, label, tree, narrow[number++] == '1');
-      if (executor_.table().wires.param.lossy()) refuse_nonfinite(*part.flat, values);
+      const TableWires& wires = executor_.table().wires;
+      if (wires.param.lossy() || (wires.publish.lossy() && part.flat->trainable)) {
+        refuse_nonfinite(*part.flat, values);
+      }
       if (part.here) {
         executor_.values().adopt(*part.flat, values, label);
       } else {

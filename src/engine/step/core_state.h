@@ -84,8 +84,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::string choice;  // the alternatives and the choice of `offload: "auto"`; else ""
   std::optional<exec::Executor> executor;
   std::optional<engine::Driver> driver;
-  RoleWires planned_wires;  // of the driver's plans
-  exec::UpdateRules rules;  // of the same plans
+  TableWires planned_wires;  // of the driver's plans
+  exec::UpdateRules rules;   // of the same plans
   std::optional<engine::OutsideEdits> border;
   std::vector<engine::GradientHook> hooks;
   engine::ModelRanks model_ranks;

@@ -7,9 +7,12 @@ namespace penstock {
 
 namespace {
 
-// Returns the wires of step `step`: the table's, or plain ones in an exact step.
-RoleWires wires_of(const Config& config, const Table& table, int64_t step) {
-  return is_exact_step(config.comm, step) ? RoleWires() : table.wires;
+// Returns the wires of step `step`: the table's, or plain ones in an exact step. Its updated
+// parameters are those of the next step's forward.
+TableWires wires_of(const Config& config, const Table& table, int64_t step) {
+  TableWires wires = is_exact_step(config.comm, step) ? TableWires() : table.wires;
+  wires.publish = is_exact_step(config.comm, step + 1) ? Wires() : table.wires.publish;
+  return wires;
 }
 
 }  // namespace

@@ -54,25 +54,24 @@ std::string parse_placement(const std::string& path, const std::string& text) {
   return place.text();
 }
 
-std::string parse_wires(const std::string& path, const std::string& role, const std::string& text) {
-  RoleWires wires;
-  const Role wired = role == role_name(Role::kGrad) ? Role::kGrad : Role::kParam;
+std::string parse_wires(const std::string& path, const std::string& name, const std::string& text) {
+  TableWires wires;
   try {
-    wires.set(wired, text);
+    wires.set(name, text);
   } catch (const ConfigError& error) {
     fail(concat("\"", path, "\" is \"", text, "\": ", error.what()));
   }
-  return wires.text(wired);
+  return wires.text(name);
 }
 
 // Every cell must be one that Table has; the planner reads the cells by these names (table_of()).
 void parse_table(const Json& value, Config* config) {
   static const std::map<std::string, std::vector<std::string>> kCells = {
-      {"param", {"rest", "forward", "hold", "backward"}},
+      {"param", {"rest", "forward", "hold", "backward", "update"}},
       {"grad", {"backward", "hold", "update"}},
       {"optim", {"rest", "update"}},
       {"residual", {"rest"}},
-      {kWireRow, {"param", "grad"}}};
+      {kWireRow, TableWires::names()}};
   if (value.is_object() && value.contains("act"))
     fail_unsupported("table.act", value["act"],
                      "activations are placed by the key \"offload.activations\"");

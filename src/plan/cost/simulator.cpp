@@ -33,6 +33,7 @@ class Simulation : StateBytes {
     for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
       meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kRest)));
       meter_.add(held(Role::kOptim, unit, cell(Role::kOptim, Phase::kRest)));
+      if (table_.keeps_base()) meter_.add(held_base(unit));
     }
     if (!table_.keeps_residual() || mesh_.data() == 1) return;  // nothing is exchanged
     std::vector<Held> residuals;

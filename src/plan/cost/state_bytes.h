@@ -49,6 +49,17 @@ class StateBytes {
     return {place.tier, use, bytes(role, unit, place, chunk)};
   }
 
+  // The base of a unit's deltas, which is kept for the whole run.
+  Held held_base(int unit) const {
+    const Placement& place = cell(Role::kParam, Phase::kUpdate);
+    int64_t sum = 0;
+    for_each_flat(Role::kOptim, {unit}, [&](const FlatDesc& flat) {
+      sum +=
+          flat.numel / num_shards(place, mesh_) * dtype_bytes(table_.dtype_in(place, flat.dtype));
+    });
+    return {place.tier, Use::kParam, sum};
+  }
+
   // Returns whether a sum of the route has residuals.
   bool has_residual(const Route& way) const {
     return table_.keeps_residual() &&
@@ -71,7 +82,7 @@ class StateBytes {
     const Placement& rest = cell(Role::kParam, Phase::kRest);
     const bool crosses = update.tier != Tier::kDevice && rest.tier == Tier::kDevice;
     if (!model_.on_accelerator || !crosses) return 0;
-    if (!route(table_.master(), table_.publish(), mesh_, 0).joins_update()) return 0;
+    if (!table_.joins_update(route(table_.master(), table_.publish(), mesh_, 0))) return 0;
     int64_t largest = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
       if (!flat.trainable || !table_.has_master(flat.dtype)) continue;
