@@ -46,6 +46,7 @@ OURS: dict[str, tuple[str, dict[str, str] | str]] = {
     "ddp g int8": ("ddp", {"grad": "int8"}),
     "ddp g int4": ("ddp", {"grad": "int4/64"}),
     "zero1": ("zero1", {}),
+    "zero1 int8": ("zero1", "int8"),
     "zero1 1bit": ("zero1", "1bit"),
     "zero2 g int8": ("zero2", {"grad": "int8"}),
     "zero3": ("zero3", {}),

@@ -18,6 +18,16 @@ PENSTOCK_API void penstock_bench_encode(void* to, void* from, int bf16, int64_t 
   penstock::device::encode(to, {from, dtype, numel}, penstock::Wire::parse(wire), {1, 0});
 }
 
+// With a residual in bf16, which the encoding replaces.
+PENSTOCK_API void penstock_bench_encode_fed(void* to, void* from, int bf16, int64_t numel,
+                                            const char* wire, void* residual) {
+  const auto dtype = bf16 != 0 ? penstock::Dtype::kBf16 : penstock::Dtype::kFp32;
+  penstock::device::Residual fed;
+  fed.before = fed.after = residual;
+  fed.dtype = penstock::Dtype::kBf16;
+  penstock::device::encode(to, {from, dtype, numel}, penstock::Wire::parse(wire), {1, 0}, fed);
+}
+
 // Sums `count` encoded pieces that lie one after another.
 PENSTOCK_API void penstock_bench_decode(void* to, void* from, int bf16, int64_t numel, int count,
                                         const char* wire) {

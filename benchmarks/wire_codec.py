@@ -4,7 +4,8 @@
 
 All take turns; figures are medians. "limit" is the time in which the in-place loop of cpu_adam.py
 (x = x * a + b, the fastest of its kinds) moves the bytes that the pass must read and write. "torch"
-is the same arithmetic in eager operations. Time is wall time.
+is the same arithmetic in eager operations. "fed" encodes with a residual in bf16, which it reads
+and writes. Time is wall time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from cpu_adam import BYTES_LOOP, LOOPS, load
 from measure import machine, write_json
 
-WIRES = ("int8/128", "int8/128/stochastic", "int4/128", "int4/128/stochastic")
+WIRES = ("int8/128", "int8/128/stochastic", "int4/128", "int4/128/stochastic", "sign/128")
+FED = ("int4/128", "sign/128")
 ADDENDS = 4
 
 
@@ -39,13 +41,38 @@ def library_of(path: str) -> ctypes.CDLL:
     library.penstock_bench_encoded_bytes.argtypes = [int64, text]
     library.penstock_bench_encoded_bytes.restype = int64
     library.penstock_bench_encode.argtypes = [pointer, pointer, number, int64, text]
+    library.penstock_bench_encode_fed.argtypes = [pointer, pointer, number, int64, text, pointer]
     library.penstock_bench_decode.argtypes = [pointer, pointer, number, int64, number, text]
     return library
 
 
-def by_torch(values: torch.Tensor, wire: str) -> tuple[torch.Tensor, torch.Tensor]:
-    levels = 127.0 if wire.startswith("int8") else 7.0
+def signs_by_torch(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The scales, the packed signs, and the decoded rows."""
+    scale = rows.abs().mean(1, keepdim=True)
+    negative = rows < 0
+    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+    packed = (negative.view(-1, 8).to(torch.uint8) * powers).sum(1, dtype=torch.uint8)
+    return scale, packed, torch.where(negative, -scale, scale)
+
+
+def fed_by_torch(values: torch.Tensor, residual: torch.Tensor, wire: str) -> None:
+    rows = (values.float() + residual).view(-1, 128)
+    if wire.startswith("sign"):
+        decoded = signs_by_torch(rows)[2]
+    else:
+        scale = rows.abs().amax(1, keepdim=True) / 7.0
+        codes = (rows / scale).round_().to(torch.int8)
+        pairs = codes.view(-1, 2)
+        _ = (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
+        decoded = codes * scale
+    residual.copy_((rows - decoded).view(-1))
+
+
+def by_torch(values: torch.Tensor, wire: str) -> tuple[torch.Tensor, ...]:
     rows = values.float().view(-1, 128)
+    if wire.startswith("sign"):
+        return signs_by_torch(rows)[:2]
+    levels = 127.0 if wire.startswith("int8") else 7.0
     largest = rows.abs().amax(1, keepdim=True)
     scaled = rows.mul(levels / largest)
     if wire.endswith("stochastic"):
@@ -87,6 +114,13 @@ def passes(
         f"torch encode {name}": lambda: by_torch(values, wire),
     }
     moved = {f"encode {name}": numel * size + piece}
+    if wire in FED:
+        residual = torch.zeros(numel, dtype=torch.bfloat16)
+        actions[f"encode fed {name}"] = lambda: library.penstock_bench_encode_fed(
+            room.data_ptr(), values.data_ptr(), low, numel, text, residual.data_ptr()
+        )
+        actions[f"torch encode fed {name}"] = lambda: fed_by_torch(values, residual, wire)
+        moved[f"encode fed {name}"] = numel * (size + 4) + piece
     if not wire.endswith("stochastic"):  # decoding does not depend on the rounding
         actions[f"sum {ADDENDS} {name}"] = add_up
         moved[f"sum {ADDENDS} {name}"] = numel * size + ADDENDS * piece

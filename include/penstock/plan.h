@@ -67,15 +67,23 @@ struct PlanQuestion {
   Room room;  // plan_report() uses config.memory instead
 };
 
+// The fastest alternative that fits with one value of "comm.codec".
+struct CodecAlternative {
+  std::string codec;
+  Alternative best;  // its steps with encoded exchanges
+  // Seconds per step, also of exact steps: 15% of the steps if the codec needs some, else none.
+  double average = 0;
+};
+
 struct PlanReport {
   std::vector<Alternative>
       alternatives;  // first those that fit, tight ones after the others; the fastest first
   std::map<std::string, std::string>
       same;  // omitted strategy -> a listed strategy that is equal on this mesh
-  // The best alternative with "comm.codec": "int8", if there are other ranks to exchange with and
-  // the config asks for no lossy wires itself.
-  std::optional<Alternative> codec{};
-  std::string text;  // the alternatives as a table, and a line about the codec
+  // By codec, if there are other ranks to exchange with and the config asks for no lossy wires
+  // itself. Without those that the optimizer or the precision cannot use.
+  std::vector<CodecAlternative> codecs{};
+  std::string text;  // the alternatives as a table, and what codecs would change
 };
 
 PENSTOCK_API const std::vector<std::string>& strategy_names();

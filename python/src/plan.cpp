@@ -37,7 +37,14 @@ py::dict report_of(const ModelTree& tree, const PlanQuestion& question) {
   py::dict dict;
   dict["alternatives"] = alternatives;
   dict["same"] = report.same;
-  dict["codec"] = report.codec ? py::object(dict_of(*report.codec)) : py::none();
+  py::list codecs;
+  for (const CodecAlternative& one : report.codecs) {
+    py::dict best = dict_of(one.best);
+    best["codec"] = one.codec;
+    best["average"] = one.average;
+    codecs.append(best);
+  }
+  dict["codecs"] = codecs;
   dict["text"] = report.text;
   return dict;
 }

@@ -64,9 +64,6 @@ std::vector<Holding> holdings(exec::Executor& executor, int rank,
                               const std::vector<std::string>& moments, bool lent) {
   Walker walker{executor, rank, moments, lent};
   for (size_t u = 0; u < executor.units().size(); ++u) {
-    // Parameters at rest are not rounded masters, so later nobody could tell edits ([Note:
-    // Deltas]).
-    if (executor.table().keeps_base()) executor.values().take_edits(static_cast<int>(u));
     for (exec::Flat& flat : executor.units()[u].flats) {
       const auto unit = static_cast<int>(u);
       if (!flat.trainable || !executor.table().has_master(flat.dtype)) walker.rest(unit, flat);

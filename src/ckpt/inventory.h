@@ -36,7 +36,8 @@ struct Holding {
   int64_t first = 0;   // index of its first element in the flat
   bool users = false;  // this buffer is the parameter that users see and may change at any time
   // For masters: the low-precision parameters, which users may have written to since the last step.
-  // Null if there are no such parameters.
+  // Null if there are no such parameters, and with deltas: then callers must take the edits before
+  // they read masters ([Note: Deltas]).
   const exec::Buffer* edits = nullptr;
   int64_t edits_first = 0;  // element of the flat at which `edits` begins
 

@@ -2,6 +2,7 @@
 // were rounded.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 
 #include "src/device/host_kernels.h"
@@ -32,34 +33,43 @@ void compare(const void* kept, Dtype kept_dtype, const void* values, Dtype dtype
   });
 }
 
-// Copies the edited values of one tile to `kept`, whose first element belongs to that of `values`.
-struct Copier {
-  void* kept;
-  Dtype kept_dtype;
-  const void* values;
-  Dtype dtype;
-
-  void operator()(int64_t begin, const char* rounded, int64_t count) const {
-    const int64_t size = dtype_bytes(dtype), kept_size = dtype_bytes(kept_dtype);
-    const char* seen = static_cast<const char*>(values) + begin * size;
-    char* out = static_cast<char*>(kept) + begin * kept_size;
-    for (int64_t i = 0; i < count; ++i) {
-      if (std::memcmp(rounded + i * size, seen + i * size, static_cast<size_t>(size)) == 0)
-        continue;
-      take(out + i * kept_size, kept_dtype, seen + i * size, dtype, 1, false);
-    }
-  }
-};
-
 }  // namespace
 
 void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel) {
-  compare(kept, kept_dtype, values, dtype, numel, Copier{kept, kept_dtype, values, dtype});
+  const int64_t size = dtype_bytes(dtype), kept_size = dtype_bytes(kept_dtype);
+  compare(kept, kept_dtype, values, dtype, numel,
+          [&](int64_t begin, const char* rounded, int64_t count) {
+            const char* seen = static_cast<const char*>(values) + begin * size;
+            char* out = static_cast<char*>(kept) + begin * kept_size;
+            for (int64_t i = 0; i < count; ++i) {
+              if (std::memcmp(rounded + i * size, seen + i * size, static_cast<size_t>(size)) == 0)
+                continue;
+              take(out + i * kept_size, kept_dtype, seen + i * size, dtype, 1, false);
+            }
+          });
 }
 
-void take_edits(void* kept, Dtype kept_dtype, const void* values, const void* base, Dtype dtype,
-                int64_t numel) {
-  compare(base, dtype, values, dtype, numel, Copier{kept, kept_dtype, values, dtype});
+void take_edits(float* kept, const void* values, const void* base, Dtype dtype, int64_t numel) {
+  const int64_t size = dtype_bytes(dtype);
+  const auto in_fp32 = [&](const char* value) {
+    float wide = 0.0F;
+    take(&wide, Dtype::kFp32, value, dtype, 1, false);
+    return wide;
+  };
+  const auto taken = [&](int64_t begin, const char* published, int64_t count) {
+    const char* seen = static_cast<const char*>(values) + begin * size;
+    for (int64_t i = 0; i < count; ++i) {
+      if (std::memcmp(published + i * size, seen + i * size, static_cast<size_t>(size)) == 0)
+        continue;
+      alignas(float) char rounded[sizeof(float)];
+      float& master = kept[begin + i];
+      take(rounded, dtype, &master, Dtype::kFp32, 1, false);
+      const float unsent = in_fp32(rounded) - in_fp32(published + i * size);
+      const float value = in_fp32(seen + i * size);
+      master = std::isfinite(unsent) ? value + unsent : value;
+    }
+  };
+  compare(base, dtype, values, dtype, numel, taken);
 }
 
 int64_t first_edit(const void* kept, Dtype kept_dtype, const void* values, Dtype dtype,

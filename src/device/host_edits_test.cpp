@@ -1,7 +1,11 @@
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
+#include "src/device/device.h"
 #include "src/device/host_kernels.h"
+#include "src/device/kernels.h"
 
 namespace penstock::device::host {
 namespace {
@@ -26,18 +30,25 @@ TEST_P(Edits, ReplaceWhatWasChangedAndNothingElse) {
   EXPECT_TRUE(kept.equal(expected));
 }
 
-TEST_P(Edits, AreFoundByABaseWhereValuesAreNotRoundedFromTheKept) {
+TEST_P(Edits, KeepWhatIsNotPublishedYet) {
   const auto [dtype, type] = GetParam();
   const int64_t numel = 2 * 16 * 1024 + 77;
   const at::Tensor kept = at::randn({numel}), base = at::randn({numel}).to(type);
-  const at::Tensor values = base.clone();
+  base[7] = std::numeric_limits<float>::infinity();
+  const at::Tensor values = base.clone(), own = kept.clone();
   at::Tensor expected = kept.clone();
+  const at::Tensor unsent = kept.to(type).to(at::kFloat).sub(base.to(at::kFloat));
   for (const int64_t place : {int64_t{5}, int64_t{2047}, int64_t{2048}, numel - 1}) {
     values[place] = 0.5;
-    expected[place] = 0.5;
+    expected[place] = unsent[place].add(0.5F);
   }
-  take_edits(kept.data_ptr(), Dtype::kFp32, values.data_ptr(), base.data_ptr(), dtype, numel);
+  values[7] = expected[7] = 0.25;  // nothing finite is left to publish
+  take_edits(kept.mutable_data_ptr<float>(), values.data_ptr(), base.data_ptr(), dtype, numel);
   EXPECT_TRUE(kept.equal(expected));
+  const Device device(at::kCPU);  // torch's operations instead of the kernels
+  const auto at = [&](const at::Tensor& one) { return Address{one.data_ptr(), &device}; };
+  device::take_edits(at(own), at(values), at(base), dtype, numel);
+  EXPECT_TRUE(own.equal(expected));
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, Edits,

@@ -28,10 +28,11 @@ void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t 
 // A value was edited if it differs from the rounded value of `kept`. Copies edited values to
 // `kept`. All other elements of `kept` do not change, so they keep their lower bits.
 void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel);
-// The same for values that are not rounded from `kept`: a value was edited if its bits differ from
-// those of `base`, which has its dtype.
-void take_edits(void* kept, Dtype kept_dtype, const void* values, const void* base, Dtype dtype,
-                int64_t numel);
+// The same for values that are not rounded from `kept`, but were published as `base`, of the same
+// dtype: a value was edited if its bits differ from the base. `kept` then gets the value plus what
+// was not published yet (rounded `kept` - base), so that a change of all values in each step loses
+// no update.
+void take_edits(float* kept, const void* values, const void* base, Dtype dtype, int64_t numel);
 // Returns the index of the first edited value, or -1.
 [[nodiscard]] int64_t first_edit(const void* kept, Dtype kept_dtype, const void* values,
                                  Dtype dtype, int64_t numel);

@@ -191,15 +191,19 @@ void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int
   own.copy_(at::where(changed(own, seen), seen.to(own.scalar_type()), own));
 }
 
-void take_edits(Address kept, Dtype kept_dtype, Address values, Address base, Dtype dtype,
-                int64_t numel) {
+void take_edits(Address kept, Address values, Address base, Dtype dtype, int64_t numel) {
+  PENSTOCK_ASSERT(kept.device == base.device, "[device::take_edits] the base is elsewhere");
   if (on_host(kept, values)) {
-    return host::take_edits(kept.data, kept_dtype, values.data, base.data, dtype, numel);
+    auto* const masters = reinterpret_cast<float*>(kept.data);
+    return host::take_edits(masters, values.data, base.data, dtype, numel);
   }
   if (numel == 0) return;
   const Unseen unseen;
-  const at::Tensor own = view(kept, kept_dtype, numel), seen = view(values, dtype, numel);
-  own.copy_(at::where(changed(view(base, dtype, numel), seen), seen.to(own.scalar_type()), own));
+  const at::Tensor own = view(kept, Dtype::kFp32, numel), seen = view(values, dtype, numel);
+  const at::Tensor published = view(base, dtype, numel), value = seen.to(at::kFloat);
+  const at::Tensor unsent = own.to(seen.scalar_type()).to(at::kFloat).sub(published.to(at::kFloat));
+  const at::Tensor taken = at::where(unsent.isfinite(), value.add(unsent), value);
+  own.copy_(at::where(changed(published, seen), taken, own));
 }
 
 void scale(Address values, int64_t numel, float factor) {

@@ -33,8 +33,7 @@ Address address_of(const at::Tensor& values, const Device* where);
 
 // host::take_edits() for addresses in the same memory.
 void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int64_t numel);
-void take_edits(Address kept, Dtype kept_dtype, Address values, Address base, Dtype dtype,
-                int64_t numel);
+void take_edits(Address kept, Address values, Address base, Dtype dtype, int64_t numel);
 void scale(Address values, int64_t numel, float factor);  // fp32
 
 // [Note: Reductions on a device] If a reduction sums in a wider dtype, torch first converts the

@@ -1,5 +1,6 @@
 #pragma once
 // Parts of the wire codec that do not depend on the instruction set.
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <limits>
@@ -47,6 +48,23 @@ inline float mean_of(uint32_t largest_bits, float sum, int64_t block, int64_t he
   if (here == block) return sum;
   return sum * (static_cast<float>(block) / static_cast<float>(here));
 }
+
+// Memory that will be used after the values of a tile.
+struct Ahead {
+  struct Stream {
+    const char* data = nullptr;
+    int64_t size = 0;  // bytes of a value
+  };
+  std::array<Stream, 3> streams{};
+  size_t count = 0;
+
+  void add(const char* values, Dtype dtype, int64_t first) {
+    const int64_t size = dtype_bytes(dtype);
+    streams.at(count++) = {values + first * size, size};
+  }
+};
+
+enum class Use : uint8_t { kSet, kAdd, kSubtract };  // what becomes of decoded values
 
 struct Keys {
   uint32_t low = 0, high = 0;

@@ -13,10 +13,12 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -40,6 +42,16 @@ using Pairs = hn::ScalableTag<uint16_t>;  // a pair of values as two bytes
 using Packed = hn::Rebind<uint8_t, Pairs>;
 
 constexpr int64_t kMostBlock = 128;
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+// Fetches memory that will be used soon. A processor's own prefetching ends at a page, which is
+// about as long as a tile.
+HWY_INLINE void prefetch(const Ahead& ahead, int64_t begin, int64_t count) {
+  for (const Ahead::Stream& stream : ahead.streams) {
+    const int64_t end = (begin + count) * stream.size;
+    for (int64_t at = begin * stream.size; at < end; at += kLine) hwy::Prefetch(stream.data + at);
+  }
+}
 
 // Returns the bits of the largest magnitude. The order of bits is the order of magnitudes, and NaN
 // is above infinity. `count` is a multiple of the lanes.
@@ -152,9 +164,11 @@ HWY_INLINE uint16_t signs_of(const float* values) {
   return static_cast<uint16_t>(signs);
 }
 
-void encode_signs(const float* values, int64_t count, const Wire& wire, Encoded to) {
+void encode_signs(const float* values, int64_t count, const Wire& wire, Encoded to,
+                  const Ahead& ahead) {
   const int block = wire.block;
   for (int64_t at = 0; at < count; at += block) {
+    prefetch(ahead, at, block);
     const int64_t here = std::min<int64_t>(block, count - at);
     const uint32_t largest = largest_bits(values + at, block);
     const float sum = sum_of_magnitudes(values + at, block, 1.0F / static_cast<float>(block));
@@ -171,12 +185,13 @@ void encode_signs(const float* values, int64_t count, const Wire& wire, Encoded 
 
 // `values` are whole blocks, filled up with zeros, of which `count` values are encoded.
 void encode_blocks(const float* values, int64_t count, const Wire& wire, const Keys& keys,
-                   uint32_t first, Encoded to) {
+                   uint32_t first, Encoded to, const Ahead& ahead) {
   HWY_ALIGN int8_t rounded[kMostBlock + 64];
   HWY_ALIGN uint8_t packed[kMostBlock / 2 + 64];
   const int block = wire.block;
-  if (wire.code == Code::kSign) return encode_signs(values, count, wire, to);
+  if (wire.code == Code::kSign) return encode_signs(values, count, wire, to, ahead);
   for (int64_t at = 0; at < count; at += block) {
+    prefetch(ahead, at, block);
     const int64_t here = std::min<int64_t>(block, count - at);
     const Scale scale = scale_of(largest_bits(values + at, block), wire.levels());
     to.scales[at / block] = scale.step;
@@ -196,12 +211,22 @@ void encode_blocks(const float* values, int64_t count, const Wire& wire, const K
   }
 }
 
-void add_signs(float* sums, int64_t count, const Wire& wire, const Encoded& from, bool adds) {
+// Sets `to` to the value, or adds or subtracts it.
+template <class D>
+HWY_INLINE void use(D d, hn::Vec<D> value, Use how, float* to) {
+  if (how == Use::kAdd) value = hn::Add(hn::Load(d, to), value);
+  if (how == Use::kSubtract) value = hn::Sub(hn::Load(d, to), value);
+  hn::Store(value, d, to);
+}
+
+void use_signs(float* sums, int64_t count, const Wire& wire, const Encoded& from, Use how,
+               const Ahead& ahead) {
   const F32 d;
   const U32 du;
   const int block = wire.block;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t at = 0; at < count; at += block) {
+    prefetch(ahead, at, block);
     const int64_t here = std::min<int64_t>(block, count - at);
     uint16_t signs[kMostBlock / kGroup] = {};
     std::memcpy(signs, from.values + at / 8, static_cast<size_t>((here + 7) / 8));
@@ -211,20 +236,22 @@ void add_signs(float* sums, int64_t count, const Wire& wire, const Encoded& from
       const auto bit = hn::Shl(hn::Set(du, 1), hn::Iota(du, static_cast<uint32_t>(i % kGroup)));
       const auto negative = hn::RebindMask(d, hn::TestBit(hn::Set(du, group), bit));
       const auto value = hn::IfThenElse(negative, hn::Neg(scale), scale);
-      hn::Store(adds ? hn::Add(hn::Load(d, sums + at + i), value) : value, d, sums + at + i);
+      use(d, value, how, sums + at + i);
     }
   }
 }
 
-// sums[i] = or += the decoded values. `sums` has room for whole blocks.
-void add_decoded(float* sums, int64_t count, const Wire& wire, const Encoded& from, bool adds) {
-  if (wire.code == Code::kSign) return add_signs(sums, count, wire, from, adds);
+// sums[i] = or += or -= the decoded values. `sums` has room for whole blocks.
+void use_decoded(float* sums, int64_t count, const Wire& wire, const Encoded& from, Use how,
+                 const Ahead& ahead) {
+  if (wire.code == Code::kSign) return use_signs(sums, count, wire, from, how, ahead);
   const F32 d;
   HWY_ALIGN int8_t block_values[kMostBlock + 64] = {};
   HWY_ALIGN uint8_t packed[kMostBlock / 2 + 64] = {};
   const int block = wire.block;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t at = 0; at < count; at += block) {
+    prefetch(ahead, at, block);
     const int64_t here = std::min<int64_t>(block, count - at);
     const auto* values = reinterpret_cast<const int8_t*>(from.values) + at;
     if (wire.code == Code::kInt4) {
@@ -239,9 +266,19 @@ void add_decoded(float* sums, int64_t count, const Wire& wire, const Encoded& fr
     for (int64_t i = 0; i < block; i += lanes) {
       const auto q = hn::PromoteTo(I32(), hn::LoadU(I8(), values + i));
       const auto value = hn::Mul(hn::ConvertTo(d, q), step);
-      hn::Store(adds ? hn::Add(hn::Load(d, sums + at + i), value) : value, d, sums + at + i);
+      use(d, value, how, sums + at + i);
     }
   }
+}
+
+void subtract(float* values, const float* base, int64_t count) {
+  const F32 d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    hn::StoreU(hn::Sub(hn::LoadU(d, values + i), hn::LoadU(d, base + i)), d, values + i);
+  }
+  for (; i < count; ++i) values[i] -= base[i];
 }
 
 }  // namespace penstock::device::HWY_NAMESPACE
@@ -253,7 +290,8 @@ namespace penstock::device {
 namespace {
 
 HWY_EXPORT(encode_blocks);
-HWY_EXPORT(add_decoded);
+HWY_EXPORT(use_decoded);
+HWY_EXPORT(subtract);
 
 constexpr int64_t kTile = 2048;  // values that stay in the first-level cache, a multiple of blocks
 constexpr int64_t kPiece = int64_t{1} << 20;  // values per round on a device, which bounds memory
@@ -270,29 +308,28 @@ void for_each_tile(int64_t numel, const Run& run) {
   });
 }
 
-// Reads what earlier encodings of a tile rounded away, and adds it to the values.
-void feed(float* values, float* before, int64_t count, const Residual& residual) {
-  if (residual.before.data == nullptr) {
-    std::fill(before, before + count, 0.0F);
-    return;
-  }
-  host::take(before, Dtype::kFp32, residual.before.host(), residual.dtype, count, false);
+// Adds what earlier encodings rounded away to the values of a tile: where it is idle, or elsewhere.
+void add_before(float* values, int64_t count, const Residual& residual, bool where_idle) {
+  if (residual.before.data == nullptr) return;
   residual.for_each_range(count, [&](int64_t begin, int64_t end, bool idle) {
-    for (int64_t i = begin; i < end && !idle; ++i) values[i] += before[i];
+    if (idle != where_idle) return;
+    const char* const before = residual.before.host() + begin * dtype_bytes(residual.dtype);
+    host::take(values + begin, Dtype::kFp32, before, residual.dtype, end - begin, true);
   });
 }
 
-// Decoded values are NaN in exactly the blocks that are not finite.
-void leave_residual(float* values, const float* before, int64_t count, const Wire& wire,
-                    const Encoded& encoded, const Residual& residual) {
-  alignas(64) float decoded[kTile];
-  HWY_DYNAMIC_DISPATCH(add_decoded)(decoded, count, wire, encoded, false);
-  residual.for_each_range(count, [&](int64_t begin, int64_t end, bool idle) {
-    for (int64_t i = begin; i < end && idle; ++i) values[i] += before[i];
-  });
-  for (int64_t i = 0; i < count; ++i) {
-    const float left = values[i] - decoded[i];
-    values[i] = decoded[i] == decoded[i] ? left : before[i];
+// `values`: those that were encoded. A block that is not finite keeps its residual.
+void leave_residual(float* values, int64_t count, const Wire& wire, const Encoded& encoded,
+                    const Residual& residual) {
+  add_before(values, count, residual, true);
+  HWY_DYNAMIC_DISPATCH(use_decoded)(values, count, wire, encoded, Use::kSubtract, {});
+  for (int64_t at = 0; at < count; at += wire.block) {
+    if (!std::isnan(encoded.scales[at / wire.block])) continue;
+    const int64_t here = std::min<int64_t>(wire.block, count - at);
+    std::fill(values + at, values + at + here, 0.0F);
+    const Residual block = residual.from(at);
+    if (block.before.data == nullptr) continue;
+    host::take(values + at, Dtype::kFp32, block.before.host(), block.dtype, here, false);
   }
   host::take(residual.after.host(), residual.dtype, values, Dtype::kFp32, count, false);
 }
@@ -302,7 +339,7 @@ void encode_on_host(char* to, const PlainValues& values, const Wire& wire, const
   const auto& [from, dtype, numel, base] = values;
   const Encoded all = Encoded::of(to, numel, wire);
   for_each_tile(numel, [&](int64_t at, int64_t count) {
-    alignas(64) float tile[kTile], before[kTile];
+    alignas(64) float tile[kTile], subtracted[kTile];
     const char* const source = from.host() + at * dtype_bytes(dtype);
     const auto* read = reinterpret_cast<const float*>(source);
     const bool changes = residual.kept() || base.data != nullptr;
@@ -312,15 +349,22 @@ void encode_on_host(char* to, const PlainValues& values, const Wire& wire, const
       read = tile;
     }
     if (base.data != nullptr) {
-      host::take(before, Dtype::kFp32, base.host() + at * dtype_bytes(dtype), dtype, count, false);
-      for (int64_t i = 0; i < count; ++i) tile[i] -= before[i];
+      host::take(subtracted, Dtype::kFp32, base.host() + at * dtype_bytes(dtype), dtype, count,
+                 false);
+      HWY_DYNAMIC_DISPATCH(subtract)(tile, subtracted, count);
     }
     const Residual here = residual.from(at);
-    if (residual.kept()) feed(tile, before, count, here);
+    if (residual.kept()) add_before(tile, count, here, false);
     const Encoded encoded = all.from(at, wire);
+    Ahead ahead;
+    ahead.add(from.host(), dtype, at + kTile);
+    if (base.data != nullptr) ahead.add(base.host(), dtype, at + kTile);
+    if (residual.before.data != nullptr) {
+      ahead.add(residual.before.host(), residual.dtype, at + kTile);
+    }
     HWY_DYNAMIC_DISPATCH(encode_blocks)
-    (read, count, wire, keys_of(noise), static_cast<uint32_t>(noise.first + at), encoded);
-    if (residual.kept()) leave_residual(tile, before, count, wire, encoded, here);
+    (read, count, wire, keys_of(noise), static_cast<uint32_t>(noise.first + at), encoded, ahead);
+    if (residual.kept()) leave_residual(tile, count, wire, encoded, here);
   });
   const int64_t end = wire.scale_bytes(numel) + wire.value_bytes(numel);
   std::memset(to + end, 0, static_cast<size_t>(wire.encoded_bytes(numel) - end));
@@ -329,12 +373,13 @@ void encode_on_host(char* to, const PlainValues& values, const Wire& wire, const
 void sum_on_host(const Sum& sum, const Wire& wire) {
   for_each_tile(sum.numel, [&](int64_t at, int64_t count) {
     alignas(64) float tile[kTile];
-    bool adds = false;
-    for (const void* source : sum.sources) {
-      char* const piece = static_cast<char*>(const_cast<void*>(source));
+    Ahead result;  // the sum of this tile is written after it is made
+    result.add(sum.dst.host(), sum.dst_dtype, at);
+    for (size_t i = 0; i < sum.sources.size(); ++i) {
+      char* const piece = static_cast<char*>(const_cast<void*>(sum.sources[i]));
       const Encoded from = Encoded::of(piece, sum.numel, wire).from(at, wire);
-      HWY_DYNAMIC_DISPATCH(add_decoded)(tile, count, wire, from, adds);
-      adds = true;
+      HWY_DYNAMIC_DISPATCH(use_decoded)
+      (tile, count, wire, from, i == 0 ? Use::kSet : Use::kAdd, i == 0 ? result : Ahead());
     }
     if (sum.scale != 1.0F) {
       for (int64_t i = 0; i < count; ++i) tile[i] *= sum.scale;

@@ -11,11 +11,14 @@ void renew_base(Rank& rank, Flat& flat) {
   device::copy(flat.base.data(), rest.at(first), flat.base.bytes());
 }
 
-void take_edits(const Rank& rank, Flat& flat, const SeenValues& seen, device::Address kept,
-                Dtype dtype) {
-  if (!rank.cells.base) return device::take_edits(kept, dtype, seen.at, flat.dtype, seen.numel);
+void take_edits(const Rank& rank, Flat& flat, const SeenValues& seen, device::Address masters) {
+  if (!rank.cells.base) {
+    return device::take_edits(masters, Dtype::kFp32, seen.at, flat.dtype, seen.numel);
+  }
   const device::Address base = flat.base.at(seen.first);
-  device::take_edits(kept, dtype, seen.at, base, flat.dtype, seen.numel);
+  const at::Tensor here = device::brought(base, flat.dtype, seen.numel, masters.device);
+  device::take_edits(masters, seen.at, device::address_of(here, masters.device), flat.dtype,
+                     seen.numel);
   device::copy(base, seen.at, seen.numel * dtype_bytes(flat.dtype));
 }
 

@@ -1,17 +1,19 @@
 #pragma once
-// The base of deltas. Its functions are used by the update lane, or by the model's thread while no
-// update runs.
+// The base of deltas. Its functions are used by the lane that publishes, after the update's fences,
+// or by the model's thread while no update and no publish runs.
 //
 // [Note: Deltas] With a lossy table.wire.publish, a rank does not send its updated parameters but
 // what they differ by from those at rest, encoded. All ranks, the sender too, add the decoded delta
 // to the parameters at rest, with equal results. What the encoding rounds away stays in the
 // difference between the masters and the parameters at rest, so the next delta has it (error
-// feedback, as EF21 in arXiv:2106.05203), and no residual is kept. Exact steps, loads and edits by
-// other functions than the update publish the values themselves.
+// feedback, as EF21 in arXiv:2106.05203), and no residual is kept. The update before an exact step,
+// loads, gathered(write=True) and close() publish the values themselves.
 //
 // Then a parameter at rest is not its rounded master, so only a copy shows which parameters users
 // have written to: the base (Flat::base, the cell param.update) is what was published of the shard
-// that this rank updates.
+// that this rank updates. An edit changes the master by as much as the parameter at rest: what was
+// not published yet stays unpublished. Otherwise, a loop that multiplies all weights by a number
+// after each step would lose all small updates.
 #include "src/device/kernels.h"
 #include "src/exec/rank.h"
 
@@ -27,8 +29,8 @@ struct SeenValues {
   device::Address at;  // of the value `first`
   int64_t first = 0, numel = 0;
 };
-// Copies edited values to the masters `kept`, in the same memory, and to the base.
-void take_edits(const Rank& rank, Flat& flat, const SeenValues& seen, device::Address kept,
-                Dtype dtype);
+// Takes edits to the fp32 masters of these values, in the same memory, and to the base
+// (device::take_edits).
+void take_edits(const Rank& rank, Flat& flat, const SeenValues& seen, device::Address masters);
 
 }  // namespace penstock::exec

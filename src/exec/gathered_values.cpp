@@ -294,6 +294,10 @@ void GatheredValues::take_edits(int index) {
   }
 }
 
+void GatheredValues::take_every_edit() {
+  for (size_t unit = 0; unit < rank_.units.size(); ++unit) take_edits(static_cast<int>(unit));
+}
+
 void GatheredValues::publish(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     if (!flat.trainable) continue;
@@ -413,7 +417,7 @@ void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Add
         device::brought(values + (from - first) * size, flat.dtype, to - from, owner);
     const device::Address edits = device::address_of(seen, owner), kept = buffer.at(from - begin);
     if (account == mem::Account::kOptim) {
-      exec::take_edits(rank_, flat, {edits, from - owned, to - from}, kept, buffer.dtype);
+      exec::take_edits(rank_, flat, {edits, from - owned, to - from}, kept);
     } else {
       device::take_edits(kept, buffer.dtype, edits, flat.dtype, to - from);
     }

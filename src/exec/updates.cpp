@@ -317,8 +317,7 @@ void Updates::take_edits(Flat& flat, device::Address master, int64_t element, in
   if (!rank_.users_write(flat) || !flat.edited) return;
   const Buffer& rest = flat.rest().one();
   const at::Tensor seen = device::brought(rest_at(flat, element), rest.dtype, numel, master.device);
-  exec::take_edits(rank_, flat, {device::address_of(seen, master.device), element, numel}, master,
-                   Dtype::kFp32);
+  exec::take_edits(rank_, flat, {device::address_of(seen, master.device), element, numel}, master);
 }
 
 device::Address Updates::master_of(Flat& flat, ChunkState& chunk) {

@@ -145,21 +145,24 @@ class Checker {
                   "nearest");
     }
     const Placement& rest = cell(Role::kParam, Phase::kRest);
-    must_travel("param", table_.wires.param,
+    must_travel("param", table_.wires.param, {Role::kParam, Phase::kRest},
                 [&](Axis axis) { return rest.on(axis) == Layout::kSharded; });
   }
 
-  // One wire for both axes is used on the axes over which values travel.
+  // One wire for both axes is used on the axes over which values travel. `why`: the cell that says
+  // over which axes they do.
   template <class Travels>
-  void must_travel(const std::string& name, const Wires& wires, const Travels& travels) const {
+  void must_travel(const std::string& name, const Wires& wires, std::pair<Role, Phase> why,
+                   const Travels& travels) const {
     const bool both = wires.on(Axis::kNode) == wires.on(Axis::kLocal);
     const bool any = travels(Axis::kNode) || travels(Axis::kLocal);
     for (const Axis axis : kDataAxes) {
       if (!wires.on(axis).lossy() || mesh_.size(axis) == 1) continue;
       if (travels(axis) || (both && any)) continue;
-      refuse_wire(name, concat("no parameter travels over the axis ", axis_name(axis),
-                               " while table.param.rest is \"",
-                               written_.at(Role::kParam, Phase::kRest).text(), "\": leave it out"));
+      refuse_wire(name,
+                  concat("no parameter travels over the axis ", axis_name(axis), " while table.",
+                         role_name(why.first), ".", phase_name(why.second), " is \"",
+                         written_.at(why.first, why.second).text(), "\": leave it out"));
     }
   }
 
@@ -212,7 +215,9 @@ class Checker {
     const Wires& wires = table_.wires.publish;
     const Placement& rest = cell(Role::kParam, Phase::kRest);
     const Placement& optim = cell(Role::kOptim, Phase::kUpdate);
-    must_travel("publish", wires, [&](Axis axis) {
+    const std::pair<Role, Phase> alone = optim.sharded() ? std::pair(Role::kParam, Phase::kRest)
+                                                         : std::pair(Role::kOptim, Phase::kUpdate);
+    must_travel("publish", wires, alone, [&](Axis axis) {
       return rest.on(axis) == Layout::kReplicated && optim.on(axis) == Layout::kSharded;
     });
     if (wires.has(Code::kSign) || rounds(wires, Rounding::kStochastic)) {
@@ -224,24 +229,30 @@ class Checker {
     if (node.lossy() && local.lossy() && node != local) {
       refuse_wire("publish", "a delta is rounded once: use one wire for both axes, or for one");
     }
-    if (wires.lossy()) return base(rest, optim);
+    if (wires.lossy()) return base(optim);
     if (table_.keeps_base()) {
       refuse(Role::kParam, Phase::kUpdate, "base",
              "only deltas need it: set a lossy table.wire.publish, or leave the cell out");
     }
   }
 
-  void base(const Placement& rest, const Placement& optim) const {
+  void base(const Placement& optim) const {
     if (!takes_deltas(table_)) {
       refuse(Role::kParam, Phase::kRest, "base",
-             concat("table.wire.publish adds deltas to the parameters at rest, which must be on "
+             concat("table.wire.publish adds deltas to the parameters at rest: these must be on "
                     "device in ",
-                    dtype_name(precision_), ", and table.optim.rest (\"",
-                    written_.at(Role::kOptim, Phase::kRest).text(),
-                    "\") must have the layout of table.optim.update"));
+                    dtype_name(precision_), ", and from table.optim.update (\"",
+                    written_.at(Role::kOptim, Phase::kUpdate).text(),
+                    "\") they must only be gathered, such as \"RR@device:", dtype_name(precision_),
+                    "\""));
     }
-    Placement wanted = optim;
-    wanted.dtype = rest.dtype;
+    if (cell(Role::kOptim, Phase::kRest).layout != optim.layout) {
+      refuse(Role::kOptim, Phase::kRest, "base",
+             concat("with table.wire.publish, masters must rest in the layout of "
+                    "table.optim.update: \"",
+                    written_.at(Role::kOptim, Phase::kUpdate).text(), "\""));
+    }
+    const Placement wanted = base_of(table_);
     if (table_.keeps_base() && cell(Role::kParam, Phase::kUpdate) == wanted) return;
     refuse(Role::kParam, Phase::kUpdate, "base",
            concat("deltas are computed where masters are updated, from values as they rest: it can "

@@ -159,6 +159,17 @@ TEST(CheckTest, DeltasStartFromABaseBesideTheMasters) {
   turned.set(Role::kOptim, Phase::kRest, Placement::parse("RS@device:fp32"));
   Table sharded = zero3();
   sharded.wires.set("publish", "int4");
+  Table ddp = preset("ddp", {.precision = Dtype::kBf16});
+  ddp.wires.set("publish", "int4");
+  // From SS to SR, parameters are gathered over both axes and sliced.
+  Table slices = with_deltas("int4", "SS@device:bf16");
+  slices.set(Role::kParam, Phase::kRest, Placement::parse("SR@device:bf16"));
+  Table crosses = with_deltas("int4", "SR@device:bf16");
+  crosses.set(Role::kParam, Phase::kRest, Placement::parse("RS@device:bf16"));
+  for (const Phase phase : {Phase::kRest, Phase::kUpdate}) {
+    crosses.set(Role::kOptim, phase, Placement::parse("SR@device:fp32"));
+  }
+  crosses.set(Role::kGrad, Phase::kUpdate, Placement::parse("SR@device:bf16"));
   struct Case {
     Table table;
     const char* says;
@@ -174,7 +185,10 @@ TEST(CheckTest, DeltasStartFromABaseBesideTheMasters) {
       {with_deltas("node:int4,local:int8", "SS@device:bf16"), "a delta is rounded once"},
       {sharded, "table.wire.publish is \"int4/128\": wire: no parameter travels over the axis"},
       {away, "base: table.wire.publish adds deltas to the parameters at rest"},
-      {turned, "must have the layout of table.optim.update"},
+      {turned, "table.optim.rest is \"RS@device:fp32\": base: with table.wire.publish"},
+      {slices, "they must only be gathered, such as \"RR@device:bf16\""},
+      {crosses, "they must only be gathered, such as \"RR@device:bf16\""},
+      {ddp, "over the axis node while table.optim.update is \"RR@device:fp32\""},
   };
   for (const Case& one : cases) {
     EXPECT_NE(refusal(one.table).find(one.says), std::string::npos) << one.says << "\n"
@@ -203,7 +217,7 @@ TEST(CheckTest, EveryPrincipleIsDocumented) {
   std::stringstream text;
   text << file.rdbuf();
   for (const char* principle : {"compute", "sum", "precision", "moments", "together", "wire",
-                                "residual", "own optimizer", "late"}) {
+                                "residual", "base", "own optimizer", "late"}) {
     EXPECT_NE(text.str().find(concat("- `", principle, "`: ")), std::string::npos) << principle;
   }
 }

@@ -66,11 +66,13 @@ void set_wires(const Codec& codec, const Mesh& mesh, Table& table) {
 }
 
 // Updated parameters travel to rest over the axes on which only the optimizer state is sharded.
-// Must follow the config's own cells, on which these axes depend.
+// Must follow the config's own cells, on which these axes depend. State on disk passes through
+// memory in chunks, which deltas do not allow.
 void set_deltas(const Codec& codec, const Mesh& mesh, Table& table) {
-  if (!takes_deltas(table) || table.wires.publish.lossy()) return;
-  table.wires.set("publish", concat(mesh.size(Axis::kNode) > 1 ? "node:" : "", codec.publish));
   const Table seen = table.on(mesh);
+  if (!takes_deltas(seen) || seen.at(Role::kOptim, Phase::kRest).tier == Tier::kDisk) return;
+  if (seen.at(Role::kOptim, Phase::kRest).layout != seen.master().layout) return;
+  table.wires.set("publish", concat(mesh.size(Axis::kNode) > 1 ? "node:" : "", codec.publish));
   for (const Axis data : kDataAxes) {
     const bool gathers = seen.at(Role::kParam, Phase::kRest).on(data) == Layout::kReplicated &&
                          seen.master().on(data) == Layout::kSharded;
@@ -84,12 +86,10 @@ bool gives_deltas(const Config& config) {
   return row != config.table.end() && row->second.contains("publish");
 }
 
-// The base of deltas is where they are computed, in the dtype in which parameters rest.
 void set_base(const Mesh& mesh, Table& table) {
-  if (!table.wires.publish.lossy() || table.keeps_base() || mesh.data() == 1) return;
-  Placement base = table.at(Role::kOptim, Phase::kUpdate);
-  base.dtype = table.at(Role::kParam, Phase::kRest).dtype;
-  table.set(Role::kParam, Phase::kUpdate, base);
+  if (table.keeps_base() || mesh.data() == 1) return;
+  if (!table.wires.on(mesh).publish.lossy()) return;
+  table.set(Role::kParam, Phase::kUpdate, base_of(table));
 }
 
 bool rounds_twice(const std::vector<LossySum>& sums) {

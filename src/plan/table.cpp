@@ -70,6 +70,7 @@ Table Table::on(const Mesh& mesh) const {
   for (auto& row : seen.cells_)
     for (Placement& cell : row) cell = normalize(cell, mesh);
   seen.wires = wires.on(mesh);
+  seen.keeps_base_ &= mesh.data() > 1;  // nothing is published to other ranks
   return seen;
 }
 
@@ -199,9 +200,13 @@ const std::vector<std::string>& TableWires::names() {
   return kNames;
 }
 
+Wires& TableWires::named(const std::string& name) {
+  PENSTOCK_ASSERT(std::count(names().begin(), names().end(), name) == 1, name);
+  return name == kPublish ? publish : name == role_name(Role::kGrad) ? grad : param;
+}
+
 std::string TableWires::text(const std::string& name) const {
-  if (name != kPublish) return (name == "grad" ? grad : param).text(usual_rounding(name));
-  Wires wires = publish;
+  Wires wires = TableWires(*this).named(name);
   for (Wire& wire : wires.axes) wire.delta = false;
   return wires.text(usual_rounding(name));
 }
@@ -216,7 +221,7 @@ void TableWires::set(const std::string& name, const std::string& text) {
     }
     wire.delta = name == kPublish && wire.lossy();
   }
-  (name == kPublish ? publish : name == "grad" ? grad : param) = wires;
+  named(name) = wires;
 }
 
 TableWires TableWires::on(const Mesh& mesh) const {
@@ -261,7 +266,16 @@ bool takes_deltas(const Table& table) {
   Placement computes = table.at(Role::kParam, Phase::kForward);
   const Placement& rest = table.at(Role::kParam, Phase::kRest);
   computes.layout = rest.layout;
-  return rest == computes && table.at(Role::kOptim, Phase::kRest).layout == table.master().layout;
+  const std::vector<Move> moves = hops(table.master(), rest);
+  const bool slices = std::any_of(moves.begin(), moves.end(),
+                                  [](const Move& move) { return move.kind == MoveKind::kSlice; });
+  return rest == computes && !slices;
+}
+
+Placement base_of(const Table& table) {
+  Placement base = table.at(Role::kOptim, Phase::kUpdate);
+  base.dtype = table.at(Role::kParam, Phase::kRest).dtype;
+  return base;
 }
 
 std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh) {

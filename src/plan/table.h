@@ -34,9 +34,11 @@ struct TableWires {
   // text does not say. set() throws ConfigError.
   std::string text(const std::string& name) const;
   void set(const std::string& name, const std::string& text);
-  bool lossy() const { return param.lossy() || grad.lossy() || publish.lossy(); }
   TableWires on(const Mesh& mesh) const;  // see Wires::on()
   bool operator==(const TableWires&) const = default;
+
+ private:
+  Wires& named(const std::string& name);
 };
 
 class Table {
@@ -109,8 +111,11 @@ class Table {
 };
 
 // Returns whether updated parameters can be published by deltas ([Note: Deltas]): they rest as
-// forward and backward use them but for the layout, and masters rest in the layout of their update.
+// forward and backward use them but for the layout, and the publish only gathers. `table` must be
+// normalized for the mesh.
 bool takes_deltas(const Table& table);
+// Returns the cell param.update of a table with deltas.
+Placement base_of(const Table& table);
 
 // A sum of gradients by a lossy wire.
 struct LossySum {

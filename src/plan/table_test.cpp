@@ -1,10 +1,10 @@
-#include "src/plan/route.h"
 #include "src/plan/table.h"
 
 #include <gtest/gtest.h>
 
 #include "penstock/error.h"
 #include "src/plan/model_desc.h"
+#include "src/plan/route.h"
 
 namespace penstock::table_test {
 namespace {

@@ -82,7 +82,7 @@ def _plan(args: argparse.Namespace) -> int:
     tokens = args.tokens or model.sequence or _TOKENS
     report = _penstock.plan_report(model.tree(), config, args.world, tokens, machine)
     if args.json:
-        print(json.dumps({key: report[key] for key in ("alternatives", "same", "codec")}, indent=2))
+        print(json.dumps({key: report[key] for key in ("alternatives", "same", "codecs")}, indent=2))
     else:
         print(report["text"].rstrip())
     return 0

@@ -60,6 +60,7 @@ struct Values::ParamState {
           "[engine::state] this call does not work inside gathered(). Leave the block first");
     state.executor->updates().finish();
     state.border->look_at_params();
+    take_edits();
     const std::vector<std::string> moments = {kind().moments.begin(), kind().moments.end()};
     const int rank = state.group->rank();
     for (Holding& one : ckpt::holdings(*state.executor, rank, moments, !state.lent.empty())) {
@@ -77,6 +78,20 @@ struct Values::ParamState {
           if (slot.name == name) shape = slot.whole;
         }
       }
+    }
+  }
+
+  // With deltas, masters do not show later which parameters were edited.
+  void take_edits() const {
+    if (!state.executor->table().keeps_base()) return;
+    const std::vector<exec::UnitState>& units = state.executor->units();
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      const bool has = std::ranges::any_of(units[unit].flats, [&](const exec::Flat& flat) {
+        return std::ranges::any_of(flat.slots, [&](const exec::Slot& slot) {
+          return state.tiled->whole_of(static_cast<int>(unit), slot.name).first == name;
+        });
+      });
+      if (has) state.executor->values().take_edits(static_cast<int>(unit));
     }
   }
 

@@ -2,10 +2,12 @@
 //
 // [Note: Closing] All ranks meet without exchanges (Group::last_call), so close() also works after
 // a failure. If ranks still wait in exchanges, these are ended, and new connections are made. Then
-// each unit's resting parameters are gathered. Each parameter keeps its storage, which gets its own
-// memory, so views that users keep stay views of the parameter. If the weights cannot be gathered,
-// reading a parameter without values raises an error. Errors are collected and thrown at the end,
-// after all memory is released.
+// each unit's resting parameters (with deltas, its masters) are gathered. Each parameter keeps its
+// storage, which gets its own memory, so views that users keep stay views of the parameter. If the
+// weights cannot be gathered, reading a parameter without values raises an error. Errors are
+// collected and thrown at the end, after all memory is released.
+#include <ATen/ops/empty.h>
+
 #include <cstdio>
 #include <exception>
 
@@ -29,6 +31,7 @@ constexpr const char* kUpdateRaised = ", where its update raised ";
 struct Core::State::Closing {
   State& state;
   const bool gathers;   // whether weights are gathered from other ranks
+  bool exact = false;   // whether the masters are gathered, not the parameters at rest
   std::string lost{};   // why gathering or giving back the weights failed
   std::string stale{};  // why buffers were not copied from their stages
   std::string torn{};   // a device collective that was aborted while it published new weights
@@ -113,6 +116,12 @@ void Core::State::Closing::bring_buffers() {
 // have their values or the values cannot be gathered.
 at::Tensor Core::State::Closing::values_of(int unit, int flat) {
   const bool rests_whole = state.executor->table().rests_whole();
+  exec::Flat& kept = state.executor->units()[unit].flats[flat];
+  if (exact && kept.trainable && lost.empty()) {
+    at::Tensor values = at::empty({kept.numel}, at::kFloat);
+    state.executor->values().parameters(unit, flat, static_cast<char*>(values.data_ptr()), true);
+    return values;
+  }
   if (rests_whole && state.executor->units()[unit].attached) return {};
   if (!rests_whole && !(gathers && lost.empty())) return {};
   return state.executor->values().resting(unit, flat);
@@ -224,10 +233,12 @@ std::string Core::State::close(bool gather, const std::string& why) {
   const bool all_come = gather && why.empty() && !faulted;
   const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();
   if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
-  const bool apart = !executor->table().rests_whole() || model_ranks.tensor.has_value() ||
+  const bool deltas = executor->table().keeps_base();  // [Note: Deltas]
+  const bool apart = deltas || !executor->table().rests_whole() || model_ranks.tensor.has_value() ||
                      executor->mesh().size(Axis::kPipeline) > 1;
   Closing closing{*this, gather && apart};
   const std::string first = closing.part(why);
+  closing.exact = deltas && closing.gathers && first.empty();
   if (gather && closing.lost.empty()) closing.discard();
   closing.bring_buffers();
   outside_reads.reset();

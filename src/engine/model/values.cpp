@@ -68,9 +68,7 @@ void Values::change_shards(const std::string& what, const std::function<void()>&
   exec::Executor& executor = *state_->executor;
   executor.updates().finish();
   state_->border->look_at_params();
-  for (size_t unit = 0; unit < executor.units().size(); ++unit) {
-    executor.values().take_edits(static_cast<int>(unit));
-  }
+  executor.values().take_every_edit();
   std::exception_ptr raised;
   std::string problem;
   state_->lent.show();
@@ -445,6 +443,15 @@ void Values::gather(const std::vector<int>& units, bool write) {
   exec::Executor& executor = *state_->executor;
   if (!units.empty() && state_->moves_params) {
     take_turn(state_->group->board(), "gathered", "called gathered()");
+  }
+  // [Note: Deltas] Not inside a forward or backward, which computes with what was published.
+  if (write && executor.table().keeps_base() && !state_->driver->section()) {
+    executor.updates().finish();
+    for (const int unit : units) {
+      executor.values().take_edits(unit);
+      executor.values().publish(unit);
+    }
+    executor.updates().arrive();
   }
   std::vector<int> brought;
   try {

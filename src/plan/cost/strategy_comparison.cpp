@@ -35,13 +35,22 @@ bool equal_on(const Mesh& mesh, const std::string& a, const std::string& b) {
 }
 
 // A gain below a twentieth is below what the prediction can tell.
-std::string codec_text(const Alternative& best, const Alternative& codec) {
-  const bool pays = codec.seconds < 0.95 * best.seconds;
-  return concat(
-      "\"comm.codec\": \"int8\" would take ", seconds_text(codec.seconds), " s/step with ",
-      codec.strategy, ", not ", seconds_text(best.seconds), ": it ",
-      pays ? "pays here, but rounds gradients and parameters on their way" : "does not pay here",
-      "\n");
+std::string codecs_text(const PlanReport& report) {
+  if (report.codecs.empty()) return "";
+  const double plain = report.alternatives.front().seconds;
+  std::string text;
+  for (const CodecAlternative& one : report.codecs) {
+    const bool mixed = one.average != one.best.seconds;
+    text += concat("\"comm.codec\": \"", one.codec, "\" would take ",
+                   seconds_text(one.best.seconds), " s/step with ", one.best.strategy,
+                   mixed ? concat(" (", seconds_text(one.average),
+                                  " on average, if 15% of all steps are exact)")
+                         : "",
+                   one.average < 0.95 * plain ? ": it pays here\n" : ": it does not pay here\n");
+  }
+  return concat(text, "without a codec: ", seconds_text(plain),
+                " s/step. A codec rounds gradients and parameters on their way "
+                "(docs/tables.md#wires)\n");
 }
 
 std::string text_of(const PlanReport& report, const PlanQuestion& asked, size_t num_units,
@@ -54,19 +63,26 @@ std::string text_of(const PlanReport& report, const PlanQuestion& asked, size_t 
   for (const auto& [name, twin] : report.same) {
     text += concat(name, " is ", twin, " on this mesh\n");
   }
-  if (report.codec) text += codec_text(report.alternatives.front(), *report.codec);
-  return text;
+  return text + codecs_text(report);
 }
 
-// Returns the best alternative with encoded exchanges.
-std::optional<Alternative> with_codec(Question question, const ModelDesc& model) {
+// Returns the best alternative with each codec. `plain`: seconds of an exact step.
+std::vector<CodecAlternative> with_codecs(Question question, const ModelDesc& model, double plain) {
+  constexpr double kExact = 0.15;  // of all steps, usual for signs (docs/tables.md)
   Config& config = question.asked.config;
   const bool has_wires = config.comm.codec != "none" || config.table.contains(kWireRow);
-  if (has_wires || mesh_of(config).world() == 1) return {};
-  config.comm.codec = "int8";
-  const std::vector<Alternative> all = alternatives(question, model);
-  if (all.empty() || !all.front().fits) return {};
-  return all.front();
+  std::vector<CodecAlternative> found;
+  if (has_wires || mesh_of(config).world() == 1) return found;
+  for (const char* const codec : {"int8", "zero++", "1bit"}) {
+    const bool signs = std::string(codec) == "1bit";
+    config.comm.codec = codec;
+    config.comm.exact_first = signs ? 1 : 0;  // Adam refuses signs without any
+    const std::vector<Alternative> all = alternatives(question, model);
+    if (all.empty() || !all.front().fits) continue;
+    const double exact = signs ? kExact : 0;
+    found.push_back({codec, all.front(), exact * plain + (1 - exact) * all.front().seconds});
+  }
+  return found;
 }
 
 }  // namespace
@@ -93,7 +109,7 @@ PlanReport compare(const PlanQuestion& asked, const ModelDesc& model, int64_t nu
     open_all(question);
     report.alternatives = alternatives(question, model);
   }
-  report.codec = with_codec(question, model);
+  report.codecs = with_codecs(question, model, report.alternatives.front().seconds);
   report.text = text_of(report, asked, model.units.size(), num_params);
   return report;
 }

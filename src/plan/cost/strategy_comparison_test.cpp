@@ -67,13 +67,26 @@ TEST(Comparison, ACodecPaysIfLinksAreSlow) {
   };
   constexpr const char* kNodes = R"({"mesh": {"node": 2}})";
   const PlanReport slow = report_with(kNodes, 1e6), fast = report_with(kNodes, 1e12);
-  ASSERT_TRUE(slow.codec && fast.codec);
-  EXPECT_LT(slow.codec->seconds, 0.7 * slow.alternatives.front().seconds);
-  EXPECT_NE(slow.text.find("it pays here"), std::string::npos) << slow.text;
-  EXPECT_NE(fast.text.find("it does not pay here"), std::string::npos) << fast.text;
+  for (const PlanReport& report : {slow, fast}) {
+    ASSERT_EQ(report.codecs.size(), 3u);
+    EXPECT_EQ(report.codecs[0].codec, "int8");
+    EXPECT_EQ(report.codecs[0].average, report.codecs[0].best.seconds);
+    EXPECT_EQ(report.codecs[2].codec, "1bit");
+  }
+  const double exact = slow.alternatives.front().seconds;
+  EXPECT_LT(slow.codecs[0].best.seconds, 0.7 * exact);
+  EXPECT_LT(slow.codecs[1].best.seconds, slow.codecs[0].best.seconds);
+  EXPECT_LT(slow.codecs[2].best.seconds, slow.codecs[1].best.seconds);
+  EXPECT_DOUBLE_EQ(slow.codecs[2].average, 0.15 * exact + 0.85 * slow.codecs[2].best.seconds);
+  EXPECT_EQ(slow.text.find("does not pay"), std::string::npos) << slow.text;
+  EXPECT_EQ(fast.text.find("it pays here"), std::string::npos) << fast.text;
+  EXPECT_NE(slow.text.find("\"comm.codec\": \"1bit\" would take"), std::string::npos) << slow.text;
   const PlanReport asks = report_with(R"({"mesh": {"node": 2}, "comm": {"codec": "int8"}})", 1e6);
-  EXPECT_FALSE(asks.codec);
-  EXPECT_DOUBLE_EQ(asks.alternatives.front().seconds, slow.codec->seconds);
+  EXPECT_TRUE(asks.codecs.empty());
+  EXPECT_DOUBLE_EQ(asks.alternatives.front().seconds, slow.codecs[0].best.seconds);
+  const PlanReport own =
+      report_with(R"({"mesh": {"node": 2}, "optimizer": {"type": "Adagrad"}})", 1e6);
+  EXPECT_EQ(own.codecs.size(), 2u);  // no signs
 }
 
 }  // namespace
