@@ -82,7 +82,8 @@ def _plan(args: argparse.Namespace) -> int:
     tokens = args.tokens or model.sequence or _TOKENS
     report = _penstock.plan_report(model.tree(), config, args.world, tokens, machine)
     if args.json:
-        print(json.dumps({key: report[key] for key in ("alternatives", "same", "codecs")}, indent=2))
+        keys = ("alternatives", "same", "codecs")
+        print(json.dumps({key: report[key] for key in keys}, indent=2))
     else:
         print(report["text"].rstrip())
     return 0
