@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "src/device/address.h"
+#include "src/device/wire_codec.h"
 #include "src/place/wire.h"
 
 namespace penstock::device {
@@ -64,10 +65,17 @@ struct Ahead {
   }
 };
 
-enum class Use : uint8_t { kSet, kAdd, kSubtract };  // what becomes of decoded values
+enum class Decoded : uint8_t { kSet, kAdd, kSubtract };  // what becomes of decoded values
 
 struct Keys {
   uint32_t low = 0, high = 0;
+  uint32_t first = 0;  // index of the first value
 };
+
+// Of the value `at` of a piece, and of those that follow.
+inline Keys keys_of(const Noise& noise, int64_t at = 0) {
+  return {static_cast<uint32_t>(noise.key), static_cast<uint32_t>(noise.key >> 32),
+          static_cast<uint32_t>(noise.first + at)};
+}
 
 }  // namespace penstock::device

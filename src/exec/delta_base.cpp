@@ -11,6 +11,12 @@ void renew_base(Rank& rank, Flat& flat) {
   device::copy(flat.base.data(), rest.at(first), flat.base.bytes());
 }
 
+void renew_base(Rank& rank, const std::vector<int>& units) {
+  for (const int unit : units) {
+    for (Flat& flat : rank.units[unit].flats) renew_base(rank, flat);
+  }
+}
+
 void take_edits(const Rank& rank, Flat& flat, const SeenValues& seen, device::Address masters) {
   if (!rank.cells.base) {
     return device::take_edits(masters, Dtype::kFp32, seen.at, flat.dtype, seen.numel);

@@ -22,6 +22,7 @@ namespace penstock::exec {
 // Copies the parameters at rest to the base. Must follow each write by the engine. Does nothing for
 // a table without a base.
 void renew_base(Rank& rank, Flat& flat);
+void renew_base(Rank& rank, const std::vector<int>& units);
 
 // Values as users see them, in the flat's dtype. Indices count from the first element of the flat
 // that this rank updates.

@@ -23,8 +23,8 @@ bool state_stays_on_host(const Rank& rank) {
   if (!rank.on_accelerator() || rank.cells.updates_on_device()) return false;
   if (rank.cells.optim_rest.tier == Tier::kDevice) return false;
   return rank.cells.publishes_chunks ||
-         rank.table.joins_update(
-             route(rank.table.master(), rank.table.publish(), rank.mesh, rank.group.rank()));
+         joins_update(rank.table, route(rank.table.master(), rank.table.publish(), rank.mesh,
+                                        rank.group.rank()));
 }
 
 }  // namespace
@@ -73,8 +73,8 @@ std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
                               std::count(step.units.begin(), step.units.end(), unit) > 0;
                      });
     if (next == plan.steps.end()) continue;
-    prepared[i].writes_back = rank_.table.joins_update(
-        route(rank_.table.master(), next->moves, rank_.mesh, rank_.group.rank()));
+    prepared[i].writes_back = joins_update(
+        rank_.table, route(rank_.table.master(), next->moves, rank_.mesh, rank_.group.rank()));
   }
   return prepared;
 }
@@ -203,6 +203,20 @@ void Executor::set_step(int64_t step) {
   if (Board* const board = rank_.group.board()) board->set_step(step);
   updates_.set_step(step);
   rank_.tiers.recorder->set_step(step);
+}
+
+void take_every_edit(Executor& executor) {
+  const auto num_units = static_cast<int>(executor.units().size());
+  for (int unit = 0; unit < num_units; ++unit) executor.values().take_edits(unit);
+}
+
+void publish_exactly(Executor& executor, const std::vector<int>& units) {
+  executor.updates().finish();
+  for (const int unit : units) {
+    executor.values().take_edits(unit);
+    executor.values().publish(unit);
+  }
+  executor.updates().arrive();
 }
 
 }  // namespace penstock::exec

@@ -81,4 +81,10 @@ class Executor {
   Lanes lanes_;
 };
 
+// Copies user edits to the masters of all units, as the next update would.
+void take_every_edit(Executor& executor);
+// [stage] Publishes the parameters of a table with deltas themselves, with user edits ([Note:
+// Deltas]).
+void publish_exactly(Executor& executor, const std::vector<int>& units);
+
 }  // namespace penstock::exec

@@ -294,10 +294,6 @@ void GatheredValues::take_edits(int index) {
   }
 }
 
-void GatheredValues::take_every_edit() {
-  for (size_t unit = 0; unit < rank_.units.size(); ++unit) take_edits(static_cast<int>(unit));
-}
-
 void GatheredValues::publish(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     if (!flat.trainable) continue;

@@ -52,7 +52,6 @@ class GatheredValues {
   void restore(int unit, Flat& flat, const Placement& place, char* masters);
   // Copies user edits of the unit's parameters to its masters, as the next update would.
   void take_edits(int unit);
-  void take_every_edit();  // of all units
   // [stage] Writes the unit's resting parameters from its masters, which were changed outside an
   // update.
   void publish(int unit);

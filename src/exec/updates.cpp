@@ -380,8 +380,7 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
                                 [](const Slot& slot) { return slot.touched; });
   ChunkState& state = flat.chunks[chunk.index];
   const int64_t numel = rank_.numel_updated(flat, state);
-  // Deltas are computed for all parameters of the flat, also for those that this step did not
-  // update.
+  // Deltas are computed for all parameters, also for those that this step does not update.
   if (rank_.cells.base && numel > 0 && !update_.external) {
     take_edits(flat, master_of(flat, state), state.begin, numel);
   }
@@ -516,7 +515,7 @@ void Updates::publish(const PlannedStep& planned) {
     });
   }
   auto walk = std::make_shared<Walk>(rank_.walk(rank_.table.master(), planned.step.moves, false));
-  const bool joined = rank_.table.joins_update(walk->route());
+  const bool joined = joins_update(rank_.table, walk->route());
   const bool stays = rank_.cells.base && rank_.cells.optim_rest == rank_.cells.optim_update;
   const bool in_window = gathers_masters(rank_, units, walk->route());
   std::vector<device::Fence> updated;
@@ -534,29 +533,24 @@ void Updates::publish(const PlannedStep& planned) {
       }
     }
   };
-  const auto renew = [this, units] {
-    for (const int unit : units) {
-      for (Flat& flat : rank_.units[unit].flats) renew_base(rank_, flat);
-    }
-  };
   if (joined || in_window || stays) {
     if (walk->route().local()) return;
     pack();
     const size_t first = joined ? 1 : 0;
     const device::Fence ready =
-        lanes_.gather.submit([this, walk, updated, renew, label = planned.label, first,
+        lanes_.gather.submit([this, walk, units, updated, label = planned.label, first,
                               turn = lanes_.take_turn(*walk, first)] {
           for (const device::Fence& update : updated) update.wait();
           walk->run(rank_.channels.gather, label, first, turn.get());
-          renew();
+          renew_base(rank_, units);
         });
     for (const int unit : units) rank_.units[unit].param_ready = ready;
     return;
   }
-  on_lane(units, [this, walk, pack, renew, units, label = planned.label] {
+  on_lane(units, [this, walk, pack, units, label = planned.label] {
     pack();
     walk->run(channel_, label);
-    renew();
+    renew_base(rank_, units);
     for (const int unit : units) {
       for (Flat& flat : rank_.units[unit].flats) {
         if (flat.trainable) rank_.traffic.put_back(flat.rest().one());

@@ -236,7 +236,7 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
   // Three chunks are in memory: one is read, a second is updated and a third is written.
   const int64_t most = config.offload.window_bytes / 3;
   const Placement& optim = table.at(Role::kOptim, Phase::kRest);
-  const bool streams = table.streams_state();
+  const bool streams = streams_state(table);
   const int num_shards = penstock::num_shards(optim, mesh_of(config));
   for (UnitDesc& unit : model.units) {
     unit.num_chunks = 1;

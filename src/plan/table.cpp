@@ -135,16 +135,6 @@ bool Table::uses_disk() const {
   return false;
 }
 
-bool Table::streams_state() const {
-  const Placement& rest = at(Role::kOptim, Phase::kRest);
-  if (rest.tier != Tier::kDisk || hops(rest, at(Role::kOptim, Phase::kUpdate)).size() != 1) {
-    return false;
-  }
-  // The update itself must write the published values, since the state is gone afterwards.
-  const std::vector<Move> moves = publish();
-  return moves.empty() || publishes_chunks() || joins_update(route(master(), moves, Mesh(), 0));
-}
-
 bool Table::grads_wait_on_disk() const {
   const Placement& held = at(Role::kGrad, Phase::kHold);
   return held.tier == Tier::kDisk && !held.partial();
@@ -165,8 +155,6 @@ std::vector<Move> Table::publish() const {
   }
   return moves;
 }
-
-bool Table::joins_update(const Route& way) const { return !keeps_base_ && way.joins_update(); }
 
 bool Table::publishes_chunks() const {
   const std::vector<Move> moves = publish();
@@ -260,6 +248,21 @@ Table Table::parse(const std::string& text) {
   if (!given.empty())
     throw ConfigError(concat("[plan::Table::parse] there is no cell ", given.begin()->first));
   return table;
+}
+
+bool joins_update(const Table& table, const Route& way) {
+  return !table.keeps_base() && way.joins_update();
+}
+
+bool streams_state(const Table& table) {
+  const Placement& rest = table.at(Role::kOptim, Phase::kRest);
+  if (rest.tier != Tier::kDisk || hops(rest, table.at(Role::kOptim, Phase::kUpdate)).size() != 1) {
+    return false;
+  }
+  // The update itself must write the published values, since the state is gone afterwards.
+  const std::vector<Move> moves = table.publish();
+  return moves.empty() || table.publishes_chunks() ||
+         joins_update(table, route(table.master(), moves, Mesh(), 0));
 }
 
 bool takes_deltas(const Table& table) {

@@ -81,9 +81,6 @@ class Table {
   // Returns the cell of a unit's gradient at the end of its backward.
   const Placement& grad_after_backward() const;
   bool uses_disk() const;  // for anything except activations
-  // Returns whether optimizer state on disk can pass through memory in chunks. It can if it moves
-  // unchanged and the published values are written during the update.
-  bool streams_state() const;
   // grads_wait_on_disk: gradients are held on disk until their unit is updated.
   // grads_come_in_chunks: in addition, they are read in the same chunks as the optimizer state.
   bool grads_wait_on_disk() const;
@@ -91,8 +88,6 @@ class Table {
   // Returns the moves that turn updated masters into resting parameters. If only the buffer
   // changes, there is one move, a cast. If the resting parameters are the masters, there is none.
   std::vector<Move> publish() const;
-  // Returns whether the optimizer does the first pass of a publish by this route.
-  bool joins_update(const Route& way) const;
   // Returns whether updated parameters go to rest in the same chunks as the optimizer state.
   bool publishes_chunks() const;
   // One line per role: "param rest=SS@device:bf16 forward=...", and "wire param=int8/128 grad=..."
@@ -110,6 +105,11 @@ class Table {
   bool has(Role role, Phase phase) const;
 };
 
+// Returns whether the optimizer does the first pass of a publish by this route.
+bool joins_update(const Table& table, const Route& way);
+// Returns whether optimizer state on disk can pass through memory in chunks. It can if it moves
+// unchanged and the published values are written during the update.
+bool streams_state(const Table& table);
 // Returns whether updated parameters can be published by deltas ([Note: Deltas]): they rest as
 // forward and backward use them but for the layout, and the publish only gathers. `table` must be
 // normalized for the mesh.

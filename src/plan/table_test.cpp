@@ -87,7 +87,7 @@ TEST(TableTest, TextParsesBack) {
 TEST(TableTest, UpdatedParametersArePublishedByDeltas) {
   Table table = preset("zero1", {.precision = Dtype::kBf16});
   const Route plain = route(table.master(), table.publish(), Mesh(), 0);
-  EXPECT_TRUE(table.joins_update(plain));
+  EXPECT_TRUE(joins_update(table, plain));
   EXPECT_FALSE(preset("zero1", {}).has_master(Dtype::kFp32));
   const auto moves = [](const Table& one) {
     std::vector<std::string> texts;
@@ -102,7 +102,7 @@ TEST(TableTest, UpdatedParametersArePublishedByDeltas) {
   // An exact step has the masters and the base, too, so its update does not publish either.
   table.wires = {};
   EXPECT_EQ(moves(table), "cast(bf16); all_gather(data)");
-  EXPECT_FALSE(table.joins_update(plain));
+  EXPECT_FALSE(joins_update(table, plain));
   for (const char* name : {"param", "grad", "publish"}) {
     EXPECT_THROW(table.wires.set(name, "int4/64/delta"), ConfigError) << name;
   }

@@ -175,7 +175,7 @@ OVER_WIRES = [
     Mutation(
         "a checkpoint lacks edits of parameters",
         "src/engine/model/checkpoints.cpp",
-        "state.executor->values().take_every_edit();\n",
+        "exec::take_every_edit(*state.executor);\n",
         "{}\n",
         deltas("edit_changes_what and zero1-bf16-in_place-save"),
     ),

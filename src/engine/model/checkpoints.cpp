@@ -470,7 +470,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
     contents = {about(), now, parse(options.front, "what the front keeps"),
                 parse(options.of_rank, "what the front keeps of a rank"), std::move(extras)};
     contents.room_bytes = std::min(contents.room_bytes, state.config.offload.window_bytes);
-    if (state.executor->table().keeps_base()) state.executor->values().take_every_edit();
+    if (state.executor->table().keeps_base()) exec::take_every_edit(*state.executor);
     save = std::make_unique<ckpt::Save>(
         *state.executor, state.tiers, rank,
         without(

@@ -68,7 +68,7 @@ void Values::change_shards(const std::string& what, const std::function<void()>&
   exec::Executor& executor = *state_->executor;
   executor.updates().finish();
   state_->border->look_at_params();
-  executor.values().take_every_edit();
+  exec::take_every_edit(executor);
   std::exception_ptr raised;
   std::string problem;
   state_->lent.show();
@@ -446,12 +446,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
   }
   // [Note: Deltas] Not inside a forward or backward, which computes with what was published.
   if (write && executor.table().keeps_base() && !state_->driver->section()) {
-    executor.updates().finish();
-    for (const int unit : units) {
-      executor.values().take_edits(unit);
-      executor.values().publish(unit);
-    }
-    executor.updates().arrive();
+    exec::publish_exactly(executor, units);
   }
   std::vector<int> brought;
   try {

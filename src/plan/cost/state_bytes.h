@@ -82,7 +82,7 @@ class StateBytes {
     const Placement& rest = cell(Role::kParam, Phase::kRest);
     const bool crosses = update.tier != Tier::kDevice && rest.tier == Tier::kDevice;
     if (!model_.on_accelerator || !crosses) return 0;
-    if (!table_.joins_update(route(table_.master(), table_.publish(), mesh_, 0))) return 0;
+    if (!joins_update(table_, route(table_.master(), table_.publish(), mesh_, 0))) return 0;
     int64_t largest = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
       if (!flat.trainable || !table_.has_master(flat.dtype)) continue;
