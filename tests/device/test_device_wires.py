@@ -17,6 +17,10 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "zero1": (Case("zero1"), {}),
     "zero2": (Case("zero2", "bf16", accumulate=2), {}),
     "zero2-host": (Case("zero2"), {"offload": {"optimizer": "host", "gradients": "host"}}),
+    "zero1-moved": (
+        Case("zero1", "bf16"),
+        {"table": {"optim": {"rest": "SS@host:fp32", "update": "SS@device:fp32"}}},
+    ),
     "zero3": (Case("zero3", "bf16"), {}),
     "zero3-fp16": (Case("zero3", "fp16", clip=True), {}),
     "zero3-host": (Case("zero3"), {"offload": {"optimizer": "host", "params": "host"}}),
@@ -37,7 +41,7 @@ def settings(case: Case, wires: dict[str, Any], more: dict[str, Any]) -> dict[st
     comm = case.config()["comm"]
     if "codec" in wires:
         return more | {"comm": comm | wires}
-    return more | {"comm": comm, "table": {"wire": wires}}
+    return more | {"comm": comm, "table": more.get("table", {}) | {"wire": wires}}
 
 
 def every_case() -> list[Any]:
