@@ -99,7 +99,7 @@ OVER_WIRES = [
         "rounded values are taken for edits",
         PARAMS,
         "if (move.wire.lossy()) unit.codings.push_back(move.wire);",
-        "",
+        "if (move.axes.empty()) unit.codings.push_back(move.wire);",
         TRAINING,
     ),
     Mutation(
@@ -215,18 +215,11 @@ OVER_WIRES = [
         residuals("dropped_window and zero1"),
     ),
     Mutation(
-        "a parameter without a gradient sends its residual",
-        RESIDUALS,
-        "    if (!slot.touched) ranges->emplace_back",
-        "    if (slot.numel < 0) ranges->emplace_back",
-        LOST,
-    ),
-    Mutation(
         "what a sign leaves in a parameter without a gradient is kept",
         RESIDUALS,
         "        if (!slot.touched) restore(flat, slot);\n",
         "        if (slot.numel < 0) restore(flat, slot);\n",
-        residuals("nothing_is_lost and 3"),
+        residuals("nothing_is_lost and 152"),
     ),
     Mutation(
         "an exact sum over all ranks adds a node's residual as one rank's",
