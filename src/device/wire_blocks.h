@@ -72,7 +72,7 @@ struct Keys {
   uint32_t first = 0;  // index of the first value
 };
 
-// Of the value `at` of a piece, and of those that follow.
+// Returns the keys of the values of a piece from value `at` on.
 inline Keys keys_of(const Noise& noise, int64_t at = 0) {
   return {static_cast<uint32_t>(noise.key), static_cast<uint32_t>(noise.key >> 32),
           static_cast<uint32_t>(noise.first + at)};
