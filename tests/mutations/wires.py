@@ -163,7 +163,7 @@ OVER_WIRES = [
         "src/exec/updates.cpp",
         "  if (rank_.cells.base && numel > 0 && !update_.external) {",
         "  if (rank_.cells.base && used && numel > 0 && !update_.external) {",
-        deltas("edit_changes_what and zero1-by_data-bf16-save"),
+        deltas("edit_without_a_gradient and zero1"),
     ),
     Mutation(
         "the state of a parameter lacks its edits",
@@ -184,7 +184,7 @@ OVER_WIRES = [
         "src/device/host_edits.cpp",
         "std::isfinite(unsent) ? value + unsent : value",
         "std::isfinite(unsent) ? value : value",
-        deltas("edited_after_each_step and shrink"),
+        deltas("edit_changes_what and zero1-in_place-bf16-save"),
     ),
     Mutation(
         "loaded values that rest already are not those of the masters",

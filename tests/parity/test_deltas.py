@@ -252,6 +252,28 @@ def test_an_edit_changes_what_it_wrote_and_nothing_else(
             assert float((rests[name].float() - value).abs().max()) < 2**-7
 
 
+def edit_idle(settings: dict[str, Any]) -> Any:
+    """An edit of a parameter that the next step has no gradient for. Nothing reads masters before
+    that step."""
+    engine = engine_of(settings)
+    for step in range(2):
+        step_of(engine, step, every=True)
+    engine.module.idle.weight.data[0, :7] = 3.0
+    step_of(engine, 2)
+    rests = resting(engine)
+    return rests["idle.weight"], masters(engine)["idle.weight"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", ["zero1", "nodes", "host", "moved"])
+def test_an_edit_without_a_gradient_is_published(case, precision, pools, tmp_path):
+    settings, ranks = settings_of(case, tmp_path, precision=precision)
+    for rests, kept in pools(ranks).run(edit_idle, settings):
+        for found in (rests.float(), kept):
+            assert float((found[0, :7] - 3.0).abs().max()) < 2**-6
+            assert float(found[1:].max()) < 2.0
+
+
 def clamp(value: torch.Tensor) -> None:
     value.clamp_(-0.2, 0.2)
 
