@@ -13,7 +13,7 @@
 #include "src/base/text.h"
 #include "src/device/device.h"
 #include "src/device/kernels.h"
-#include "src/exec/torch_compat.h"
+#include "src/device/torch_compat.h"
 
 namespace penstock::exec {
 
@@ -85,8 +85,8 @@ void Flat::point(Slot& slot, device::Address base) {
   c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
   char* data = base ? base.data + slot.offset * element_bytes() : nullptr;
   storage->set_data_ptr_noswap(c10::DataPtr(data, storage->device()));
-  if (!base) return set_guard(*storage, slot.guard);
-  clear_guard(*storage);
+  if (!base) return device::set_guard(*storage, slot.guard);
+  device::clear_guard(*storage);
   slot.version = slot.param._version();
   renew_print(slot);
 }
@@ -136,7 +136,7 @@ void Flat::let_params_go() {
     const bool window = data == nullptr || (data >= begin && data < begin + kept.bytes());
     if (!window) continue;
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-    set_guard(*storage, slot.guard);
+    device::set_guard(*storage, slot.guard);
   }
 }
 

@@ -44,17 +44,18 @@ void Peers::check_memory(const at::Tensor& values) const {
               ", but was given values on ", values.device());
 }
 
-// Makes the exchange of `values`. On a device it takes its turn among the collectives of the lanes
+// Makes an exchange. On a device it takes its turn among the collectives of the lanes
 // ([Note: Launch order]).
 template <class Exchange>
-void Peers::exchange(const at::Tensor& values, const Exchange& work) {
+void Peers::exchange(const Facts& facts, const Exchange& work) {
   if (closed_) {
     throw RuntimeFault(
         "[parallel::exchange] the engine is closed, but this computation needs exchanges with "
         "other ranks");
   }
   try {
-    const auto turn = launches_ && !values.is_cpu() ? launches_->next() : nullptr;
+    if (watch_) watch_(facts.kind, facts.label, facts.sent);
+    const auto turn = launches_ && !facts.on_host ? launches_->next() : nullptr;
     if (turn != nullptr) turn->wait();
     work();
   } catch (...) {
@@ -78,13 +79,16 @@ at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers, const comm::Lab
   buffer.scratch = device::address_of(scratch, &computes_);
   buffer.dtype = buffer.result_dtype = dtype;
   buffer.numel = values.numel();
+  const auto sent = static_cast<int64_t>(values.nbytes()) / size() * (size() - 1);
   if (gathers) {
-    exchange(values, [&] { channel_.all_reduce(label, members_, {buffer}); });
+    exchange({MoveKind::kAllReduce, label, 2 * sent, addend.is_cpu()},
+             [&] { channel_.all_reduce(label, members_, {buffer}); });
     return values;
   }
   const at::Tensor own = at::empty({shard}, addend.options());
   buffer.result = device::address_of(own, &computes_);
-  exchange(values, [&] { channel_.reduce_scatter(label, members_, {buffer}); });
+  exchange({MoveKind::kReduceScatter, label, sent, addend.is_cpu()},
+           [&] { channel_.reduce_scatter(label, members_, {buffer}); });
   return own;
 }
 
@@ -119,7 +123,7 @@ at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
   if (own < each) full.narrow(0, rank() * each + own, each - own).zero_();
   if (size() > 1 && full.numel() > 0) {
     const auto bytes = static_cast<int64_t>(full.nbytes()) / size();
-    exchange(full, [&] {
+    exchange({MoveKind::kAllGather, label, bytes * (size() - 1), full.is_cpu()}, [&] {
       channel_.all_gather(label, members_, {{device::address_of(full, &computes_), bytes}});
     });
   }
@@ -142,10 +146,10 @@ at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t 
   const at::Tensor received = at::empty_like(sent);
   received.select(0, rank()).copy_(sent.select(0, rank()));
   if (sent.numel() > 0) {
-    exchange(sent, [&] {
+    const auto bytes = static_cast<int64_t>(sent.nbytes()) / size();
+    exchange({MoveKind::kAllToAll, label, bytes * (size() - 1), sent.is_cpu()}, [&] {
       channel_.all_to_all(label, members_, device::address_of(sent, &computes_),
-                          device::address_of(received, &computes_),
-                          static_cast<int64_t>(sent.nbytes()) / size());
+                          device::address_of(received, &computes_), bytes);
     });
   }
   return at::cat(received.unbind(0), join_dim);
@@ -157,9 +161,10 @@ at::Tensor Peers::shift(const at::Tensor& values, const comm::Label& label) {
   if (size() == 1) return sent.clone();
   const at::Tensor received = at::empty_like(sent);
   if (sent.numel() == 0) return received;
-  exchange(sent, [&] {
+  const auto bytes = static_cast<int64_t>(sent.nbytes());
+  exchange({MoveKind::kShift, label, bytes, sent.is_cpu()}, [&] {
     channel_.shift(label, members_, device::address_of(sent, &computes_),
-                   device::address_of(received, &computes_), static_cast<int64_t>(sent.nbytes()));
+                   device::address_of(received, &computes_), bytes);
   });
   return received;
 }

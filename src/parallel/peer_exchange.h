@@ -10,7 +10,9 @@
 // for the device (Group::device_groups), they go through host memory ([Note: Between devices]).
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +24,7 @@
 #include "src/comm/launch_order.h"
 #include "src/device/device.h"
 #include "src/place/groups.h"
+#include "src/place/placement.h"
 
 namespace penstock::parallel {
 
@@ -42,6 +45,9 @@ class Peers {
   void record(std::shared_ptr<trace::Recorder> recorder) {
     channel_.recorder = std::move(recorder);
   }
+  // Called before each exchange, with the bytes that this rank sends.
+  using Watch = std::function<void(MoveKind kind, const comm::Label& label, int64_t sent)>;
+  void watch(Watch watch) { watch_ = std::move(watch); }
 
   // Returns a hash of the exchanges on the device so far.
   uint64_t history() const { return channel_.history(); }
@@ -80,13 +86,21 @@ class Peers {
  private:
   at::Tensor reduce(const at::Tensor& addend, bool gathers, const comm::Label& label);
 
+  // What watch_ is told about an exchange, and whether its values are in host memory.
+  struct Facts {
+    MoveKind kind;
+    const comm::Label& label;
+    int64_t sent;
+    bool on_host;
+  };
   template <class Exchange>
-  void exchange(const at::Tensor& values, const Exchange& work);
+  void exchange(const Facts& facts, const Exchange& work);
   void check_memory(const at::Tensor& values) const;
 
   const std::shared_ptr<Group> group_;
   const Members members_;
   const device::Device computes_;
+  Watch watch_;
   bool closed_ = false;
   std::exception_ptr fault_;
   comm::Channel channel_;

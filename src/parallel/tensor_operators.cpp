@@ -256,12 +256,17 @@ at::Tensor Replicated::of(const at::Tensor& whole, const OperatorPeers& peers) {
   const bool known =
       input_.lock().get() == whole.unsafeGetTensorImpl() && version_ == whole._version();
   if (known) {
-    if (auto output = output_.lock()) return at::Tensor(std::move(output));
+    // The previous result itself may be gone: a layer may keep only a view of it.
+    if (auto backward = backward_.lock()) {
+      at::Tensor made = whole.detach();
+      torch::autograd::impl::set_gradient_edge(made, torch::autograd::Edge(backward, 0));
+      return made;
+    }
   }
   at::Tensor made = replicate(whole, peers);
-  input_ = Weak(whole.getIntrusivePtr());
-  output_ = Weak(made.getIntrusivePtr());
+  input_ = c10::weak_intrusive_ptr<c10::TensorImpl>(whole.getIntrusivePtr());
   version_ = whole._version();
+  backward_ = device::WeakNodePtr(made.grad_fn());
   return made;
 }
 

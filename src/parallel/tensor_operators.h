@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 
+#include "src/device/torch_compat.h"
 #include "src/parallel/peer_exchange.h"
 
 namespace penstock::parallel {
@@ -33,18 +34,17 @@ struct OperatorPeers {
 void refuse_second_derivative();
 
 at::Tensor replicate(const at::Tensor& whole, const OperatorPeers& peers);  // I to R; backward: sum
-// Like replicate(), but returns the previous result if this result came from the same value and is
-// still in use. So layers that read one value (queries, keys, values) sum its gradient in one
-// exchange.
+// Like replicate(), but a result of the same value as before has the backward of the previous
+// result as long as that is in use. So layers that read one value (queries, keys, values) sum its
+// gradient in one exchange.
 class Replicated {
  public:
   at::Tensor of(const at::Tensor& whole, const OperatorPeers& peers);
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
-  Weak input_{c10::intrusive_ptr<c10::TensorImpl>()},
-      output_{c10::intrusive_ptr<c10::TensorImpl>()};
+  c10::weak_intrusive_ptr<c10::TensorImpl> input_{c10::intrusive_ptr<c10::TensorImpl>()};
   int64_t version_ = 0;
+  device::WeakNodePtr backward_{device::NodePtr()};
 };
 at::Tensor sum(const at::Tensor& partial, const OperatorPeers& peers);  // P to I; backward: nothing
 at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim,

@@ -224,17 +224,58 @@ TEST_P(Operators, ReplicatedOnceForAllThatReadIt) {
     const at::Tensor leaf_value = leaf(at::ones({3}));
     const at::Tensor value = leaf_value.mul(1);
     const at::Tensor one = last.of(value, peers);
-    EXPECT_TRUE(last.of(value, peers).is_same(one));
+    const auto backward = one.grad_fn();
+    EXPECT_EQ(last.of(value, peers).grad_fn(), backward);
     {
       const at::NoGradGuard no_grad;
       EXPECT_TRUE(last.of(value, peers).is_same(value));
     }
-    const at::Tensor again = last.of(value, peers);
-    EXPECT_TRUE(again.is_same(one));
+    EXPECT_EQ(last.of(value, peers).grad_fn(), backward);
     value.add_(1);
-    EXPECT_FALSE(last.of(value, peers).is_same(again));
+    EXPECT_NE(last.of(value, peers).grad_fn(), backward);
     last.of(value, peers).sum().backward();
     EXPECT_EQ(leaf_value.grad()[0].item<double>(), peers->size());
+    return {};
+  });
+}
+
+// A linear layer keeps only a view of its input. Still, all three layers share one sum.
+TEST_P(Operators, LayersThatReadOneValueSumItsGradientOnce) {
+  const at::Tensor weight = at::randn({5, 4}), input = at::randn({2, 3, 4});
+  on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
+    int sums = 0;
+    peers->watch([&](MoveKind kind, const comm::Label&, int64_t) {
+      sums += kind == MoveKind::kAllReduce ? 1 : 0;
+    });
+    Replicated last;
+    const at::Tensor leaf_value = leaf(input);
+    const at::Tensor value = leaf_value.mul(1);
+    at::Tensor total = at::zeros({});
+    for (int layer = 1; layer <= 3; ++layer) {
+      total = total + layer * at::linear(last.of(value, peers), weight).sum();
+    }
+    total.backward();
+    EXPECT_EQ(sums, peers->size() > 1 ? 1 : 0);
+    const at::Tensor expected = (6.0 * peers->size()) * weight.sum(0).expand_as(input);
+    EXPECT_TRUE(leaf_value.grad().allclose(expected, 1e-5, 1e-5));
+    // The sum is gone after its backward, so a later use makes its own.
+    at::linear(last.of(value.detach().requires_grad_(), peers), weight).sum().backward();
+    EXPECT_EQ(sums, peers->size() > 1 ? 2 : 0);
+    return {};
+  });
+}
+
+// A layer still sees that its input was changed in place before its backward.
+TEST_P(Operators, ChangesInPlaceAreFoundInSharedResults) {
+  const at::Tensor weight = at::randn({5, 4}), input = at::randn({2, 4});
+  on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
+    Replicated last;
+    const at::Tensor value = leaf(input).mul(1);
+    const at::Tensor rows = leaf(weight);
+    const at::Tensor first = at::linear(last.of(value, peers), rows);
+    const at::Tensor second = at::linear(last.of(value, peers), rows);
+    value.add_(1);
+    EXPECT_THROW(second.sum().backward(), c10::Error);
     return {};
   });
 }

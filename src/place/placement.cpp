@@ -11,8 +11,8 @@ namespace {
 
 constexpr std::array<const char*, 3> kDtypeNames = {"fp32", "bf16", "fp16"};
 constexpr std::array<const char*, 3> kTierNames = {"device", "host", "disk"};
-constexpr std::array<const char*, 6> kMoveNames = {"all_gather", "reduce_scatter", "all_reduce",
-                                                   "slice",      "copy",           "cast"};
+constexpr std::array<const char*, 8> kMoveNames = {
+    "all_gather", "reduce_scatter", "all_reduce", "slice", "copy", "cast", "all_to_all", "shift"};
 constexpr std::string_view kLayoutLetters = "RSP";
 
 template <typename Enum, size_t N>

@@ -38,7 +38,18 @@ struct Placement {
   bool operator==(const Placement&) const = default;
 };
 
-enum class MoveKind : uint8_t { kAllGather, kReduceScatter, kAllReduce, kSlice, kCopy, kCast };
+// The last two are made by layers alone, and hops() never returns them. `kAllToAll`: each rank
+// sends an own part to each peer. `kShift`: each rank sends to the next rank of a ring.
+enum class MoveKind : uint8_t {
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kSlice,
+  kCopy,
+  kCast,
+  kAllToAll,
+  kShift
+};
 const char* move_kind_name(MoveKind kind);
 
 // One hop. Only the fields of its kind are meaningful.

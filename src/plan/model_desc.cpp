@@ -4,6 +4,8 @@
 
 namespace penstock {
 
+std::string LayerExchange::text() const { return Move{.kind = kind, .axes = {axis}}.text(); }
+
 std::pair<int64_t, int64_t> range_of(const Chunk& chunk, int64_t numel) {
   if (chunk.count == 1) return {0, numel};
   // A grain is a whole number of disk blocks in any dtype.

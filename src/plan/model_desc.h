@@ -20,18 +20,25 @@ struct FlatDesc {
   bool operator==(const FlatDesc&) const = default;
 };
 
-// How a unit is split over the tensor axis. A column split computes a full output from a full
-// input, but its input gradient is a partial sum. A row split computes a partial sum of the output
-// (Megatron-LM, arXiv:1909.08053, section 3).
-enum class TensorSplit : uint8_t { kNone, kColumn, kRow };
+// One exchange that layers of a unit make with the ranks that compute the unit together. Computing
+// waits for it.
+struct LayerExchange {
+  MoveKind kind = MoveKind::kAllReduce;
+  Axis axis = Axis::kTensor;
+  int64_t sent = 0;          // bytes that this rank sends
+  std::string text() const;  // "all_reduce(tensor)"
+  bool operator==(const LayerExchange&) const = default;
+};
 
 struct UnitDesc {
   std::string name;
   std::vector<FlatDesc> flats;
-  TensorSplit split = TensorSplit::kNone;
   bool block = true;        // false: one layer or a tile, which is never recomputed
   bool recomputed = false;  // its forward runs again in backward, from its inputs
   int num_chunks = 1;       // number of chunks in which its optimizer state passes through memory
+  // The exchanges of one forward and of one backward, in order. Those of a forward that runs again
+  // in backward are in the second list. Empty until step one has shown them.
+  std::vector<LayerExchange> in_forward{}, in_backward{};
   bool operator==(const UnitDesc&) const = default;
 };
 

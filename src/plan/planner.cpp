@@ -57,7 +57,7 @@ class SectionWriter : StepWriter {
       settle_param(unit, Phase::kForward);
       put({.op = Op::kForward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;
-      sum_activations(unit, TensorSplit::kRow);
+      exchange(unit, model_.units[unit].in_forward);
       if (section_ != Section::kEval) move_inputs(unit, Phase::kForward, Phase::kHold);
       settle_param(unit, after);
     }
@@ -74,7 +74,7 @@ class SectionWriter : StepWriter {
       if (mark != Mark::kGradient) settle_param(unit, Phase::kBackward);
       put({.op = Op::kBackward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;
-      sum_activations(unit, TensorSplit::kColumn);
+      if (mark != Mark::kUse) exchange(unit, model_.units[unit].in_backward);
       // The gradient of a unit that is visited again is summed before the last visit only if it
       // moves anyway.
       const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();

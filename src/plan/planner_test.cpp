@@ -85,17 +85,17 @@ TEST(PlannerTest, FrozenUnitsMoveParametersOnly) {
   EXPECT_EQ(num_frozen_moves, 2);
 }
 
-TEST(PlannerTest, SplitUnitsSumActivations) {
+TEST(PlannerTest, LayersExchangeWhileTheyCompute) {
   ModelDesc model = blocks(2);
-  model.units[0].split = TensorSplit::kColumn;
-  model.units[1].split = TensorSplit::kRow;
+  model.units[0].in_backward = {{MoveKind::kAllReduce, Axis::kTensor}};
+  model.units[1].in_forward = {{MoveKind::kAllToAll, Axis::kSequence},
+                               {MoveKind::kAllReduce, Axis::kTensor}};
   const Table table = preset("ddp", {});
   EXPECT_EQ(plan_section(table, model, kTwoHalves, Section::kForward).text(),
-            "forward u0\nforward u1\nmove u1 act all_reduce(tensor)\n");
+            "forward u0\nforward u1\nmove u1 act all_to_all(sequence)\n"
+            "move u1 act all_reduce(tensor)\n");
   EXPECT_EQ(plan_section(table, model, kTwoHalves, Section::kBackward).text(),
             "backward u1\nbackward u0\nmove u0 act all_reduce(tensor)\n");
-  EXPECT_EQ(plan_section(table, model, kTwoRanks, Section::kForward).text(),
-            "forward u0\nforward u1\n");
 }
 
 TEST(PlannerTest, OneRankNeedsNoCollectives) {

@@ -17,6 +17,8 @@ PassKind pass_kind(MoveKind kind) {
     case MoveKind::kSlice:
     case MoveKind::kCopy:
     case MoveKind::kCast:
+    case MoveKind::kAllToAll:
+    case MoveKind::kShift:
       break;
   }
   return PassKind::kLocal;

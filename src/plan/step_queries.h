@@ -18,6 +18,11 @@ inline bool is_move(const Step& step, Role role) {
   return step.op == Op::kMove && step.role == role;
 }
 
+// Returns whether layers make this exchange while they compute. The executor does not run it.
+inline bool is_layer_exchange(const Step& step) {
+  return is_move(step, Role::kAct) && step.moves.front().kind != MoveKind::kCopy;
+}
+
 // Returns whether the step sends or receives between pipeline stages.
 inline bool is_transfer(const Step& step) {
   return step.op == Op::kSend || step.op == Op::kReceive;

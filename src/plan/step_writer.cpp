@@ -54,13 +54,14 @@ void StepWriter::begin_params(Phase phase) {
   params_.assign(model_.units.size(), book);
 }
 
-void StepWriter::sum_activations(int unit, TensorSplit split) {
-  if (mesh_.size(Axis::kTensor) == 1 || model_.units[unit].split != split) return;
-  put({.op = Op::kMove,
-       .units = {unit},
-       .role = Role::kAct,
-       .moves = {{.kind = MoveKind::kAllReduce, .axes = {Axis::kTensor}}},
-       .micro = micro_});
+void StepWriter::exchange(int unit, const std::vector<LayerExchange>& exchanges) {
+  for (const LayerExchange& one : exchanges) {
+    put({.op = Op::kMove,
+         .units = {unit},
+         .role = Role::kAct,
+         .moves = {{.kind = one.kind, .axes = {one.axis}}},
+         .micro = micro_});
+  }
 }
 
 void StepWriter::move_inputs(int unit, Phase from, Phase to) {

@@ -27,9 +27,8 @@ class StepWriter {
   void settle_param(int unit, Phase phase);
   // Starts the books of all units with parameters in the cell of this phase.
   void begin_params(Phase phase);
-  // Writes the sum over tensor ranks that a split unit needs for its output (forward) or input
-  // gradient (backward).
-  void sum_activations(int unit, TensorSplit split);
+  // Writes what the unit's layers exchange in one pass.
+  void exchange(int unit, const std::vector<LayerExchange>& exchanges);
   // Moves the inputs from which a recomputed unit's backward starts.
   void move_inputs(int unit, Phase from, Phase to);
   // A gradient that is held in place is summed before it moves. Any other gradient moves first and

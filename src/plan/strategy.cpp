@@ -334,6 +334,21 @@ Ledger with_peaks_of(const Ledger& other, Ledger ledger) {
   return ledger;
 }
 
+using Counts = std::map<std::string, int64_t>;
+
+// Adds the counts of `more` micro-batches. `less` has one micro-batch less than `counts`.
+void extend(Counts& counts, const Counts& less, int64_t more) {
+  for (auto& [name, count] : counts) {
+    const auto before = less.find(name);
+    count += more * (count - (before == less.end() ? 0 : before->second));
+  }
+}
+
+Counts at_or_empty(const std::map<std::string, Counts>& counts, const std::string& name) {
+  const auto found = counts.find(name);
+  return found == counts.end() ? Counts() : found->second;
+}
+
 }  // namespace
 
 Ledger predict(const Config& config, ModelDesc model, bool external_optimizer) {
@@ -369,13 +384,9 @@ Ledger predict_window(const Config& config, ModelDesc model, bool external_optim
   few.batch.accumulate = kAlike;
   Ledger ledger = predict(few, std::move(model), external_optimizer);
   ledger.exchanges += more * (ledger.exchanges - less.exchanges);
-  for (auto& [phase, links] : ledger.sent) {
-    for (auto& [link, bytes] : links) {
-      const auto before = less.sent.find(phase);
-      const bool known = before != less.sent.end() && before->second.contains(link);
-      bytes += more * (bytes - (known ? before->second.at(link) : 0));
-    }
-  }
+  extend(ledger.coded, less.coded, more);
+  for (auto& [phase, links] : ledger.sent) extend(links, at_or_empty(less.sent, phase), more);
+  for (auto& [phase, links] : ledger.waited) extend(links, at_or_empty(less.waited, phase), more);
   return ledger;
 }
 

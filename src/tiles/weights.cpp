@@ -7,7 +7,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/device/kernels.h"
-#include "src/exec/torch_compat.h"
+#include "src/device/torch_compat.h"
 
 namespace penstock::tiles {
 
@@ -68,7 +68,7 @@ void TiledWeights::detach(TiledWeight& one, const std::string& why) {
   // Frees the parameter's memory. The guard makes a read throw `why`.
   c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-  exec::set_guard(*storage, why);
+  device::set_guard(*storage, why);
   one.gathered.reset();
 }
 
@@ -106,7 +106,7 @@ void TiledWeights::gather(const std::vector<int>& units, mem::Arena& memory) {
     copy_rows(one, one.gathered.data(), false);
     c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(one.gathered.data().data, storage->device()));
-    exec::clear_guard(*storage);
+    device::clear_guard(*storage);
   }
 }
 
@@ -173,7 +173,7 @@ void TiledWeights::return_rows(int unit) {
     c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
     c10::StorageImpl* filled = one.returned.storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(filled->set_data_ptr(c10::DataPtr(nullptr, storage->device())));
-    exec::clear_guard(*storage);
+    device::clear_guard(*storage);
     storage->set_allocator(filled->allocator());
     storage->set_resizable(true);
     one.returned.reset();

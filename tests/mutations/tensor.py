@@ -135,6 +135,27 @@ OVER_TENSOR_RANKS = [
         MESH,
     ),
     Mutation(
+        "layers that read one value sum its gradient each",
+        OPERATORS,
+        "    if (auto backward = backward_.lock()) {\n",
+        "    if (auto backward = backward_.lock(); backward && version_ < 0) {\n",
+        gtest("src/parallel/parallel_test", "*SumItsGradientOnce*"),
+    ),
+    Mutation(
+        "what layers exchange in backward is planned for forward",
+        "src/engine/step/layer_exchanges.cpp",
+        "    desc.in_backward = made_[1][unit];\n",
+        "    for (const LayerExchange& one : made_[1][unit]) desc.in_forward.push_back(one);\n",
+        Pytest(("tests/parity/test_layer_exchanges.py", "-k", "plan_has_them and gpt2-zero1")),
+    ),
+    Mutation(
+        "a sum of layers counts as one way",
+        "src/parallel/peer_exchange.cpp",
+        "label, 2 * sent, addend.is_cpu()",
+        "label, sent, addend.is_cpu()",
+        Pytest(("tests/parity/test_layer_exchanges.py", "-k", "those_sent and gpt2 and zero1")),
+    ),
+    Mutation(
         "a value that was written to since stands for what it is now",
         OPERATORS,
         "whole.unsafeGetTensorImpl() && version_ == whole._version();",

@@ -73,14 +73,13 @@ Matrix joined(Matrix one, const Matrix& other) {
 }
 
 // Returns the columns of W on this tensor rank (column split), or else its rows.
-Matrix cut(const Matrix& full, TensorSplit split, const Mesh& mesh, int tensor) {
+Matrix cut(const Matrix& full, bool columns, const Mesh& mesh, int tensor) {
   if (mesh.size(Axis::kTensor) == 1) return full;
   const int part = kWidth / mesh.size(Axis::kTensor);
   Matrix local;
   for (int row = 0; row < kWidth; ++row)
     for (int column = 0; column < kWidth; ++column)
-      if ((split == TensorSplit::kColumn ? column : row) / part == tensor)
-        local.push_back(full[at(row, column, kWidth)]);
+      if ((columns ? column : row) / part == tensor) local.push_back(full[at(row, column, kWidth)]);
   return local;
 }
 
@@ -194,7 +193,7 @@ ModelDesc describe(Variant variant, const Mesh& mesh, int num_stages) {
     desc.flats.push_back({padded(second), Dtype::kFp32, !(frozen && (unit == 1 || unit == 2))});
     desc.flats.push_back({padded(kWidth), Dtype::kFp32, !(frozen && unit == 1)});
     if (mesh.size(Axis::kTensor) > 1) {
-      desc.split = has_gain(unit) ? TensorSplit::kColumn : TensorSplit::kRow;
+      (has_gain(unit) ? desc.in_backward : desc.in_forward) = {{}};
       for (size_t flat = 0; flat < 2; ++flat) {
         desc.flats[flat].placement.on(Axis::kTensor).layout = Layout::kSharded;
       }
@@ -225,7 +224,7 @@ std::vector<Matrix> pad_flats(const ModelDesc& model, const Mesh& mesh, int unit
 
 std::vector<Matrix> to_flats(const ModelDesc& model, const Mesh& mesh, int tensor, int unit,
                              const Matrix& weights) {
-  Matrix local = cut(weights_of(weights), model.units[unit].split, mesh, tensor);
+  Matrix local = cut(weights_of(weights), has_gain(unit), mesh, tensor);
   return pad_flats(model, mesh, unit, joined(std::move(local), extra_of(weights)));
 }
 

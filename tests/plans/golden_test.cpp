@@ -63,8 +63,9 @@ ModelDesc small_model(const Config& config) {
                  {.name = "block1", .flats = {{4096, dtype}}},
                  {.name = "block2", .flats = {{4096, dtype}, {512, Dtype::kFp32}}}};
   if (config.mesh.tensor > 1) {
-    model.units[1].split = TensorSplit::kColumn;
-    model.units[2].split = TensorSplit::kRow;
+    // One layer for the columns of a matrix, and one for the rows of the next matrix.
+    model.units[1].in_backward = {{MoveKind::kAllReduce, Axis::kTensor}};
+    model.units[2].in_forward = {{MoveKind::kAllReduce, Axis::kTensor}};
   }
   assume_order(model, true);
   mark_recomputed(config, model);

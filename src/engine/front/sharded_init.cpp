@@ -13,9 +13,9 @@
 #include "src/base/text.h"
 #include "src/ckpt/weights_file.h"
 #include "src/comm/channel.h"
+#include "src/device/torch_compat.h"
 #include "src/engine/model/adoption.h"
 #include "src/engine/step/unit_order.h"
-#include "src/exec/torch_compat.h"
 #include "src/mem/disk_traffic.h"
 
 namespace penstock {
@@ -118,7 +118,7 @@ struct ShardedInit::Impl {
     engine::own_storage(tensor, exec::dtype_of(tensor.scalar_type()), tensor.sizes(),
                         tensor.is_meta() ? c10::Device(at::kCPU) : tensor.device());
     c10::StorageImpl* storage = storage_of(tensor);
-    exec::set_guard(*storage, kGuard);
+    device::set_guard(*storage, kGuard);
     using Strong = c10::intrusive_ptr<c10::StorageImpl>;
     part.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(Strong::reclaim_copy(storage));
     return parts.emplace(storage, std::move(part)).first->second;

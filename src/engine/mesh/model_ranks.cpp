@@ -38,6 +38,13 @@ parallel::OperatorPeers TensorAxis::ranks_of(const TensorModule& how) {
   return {peers_, labels_.at(index)};
 }
 
+std::vector<int> TensorAxis::params_of(const comm::Label& label) const {
+  for (size_t module = 0; module < labels_.size(); ++module) {
+    if (labels_[module].text == label.text) return params_[module];
+  }
+  return {};
+}
+
 void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
   if (uncalled_.empty()) return;
   for (const exec::UnitState& unit : units) {
@@ -114,6 +121,23 @@ void ModelRanks::set_step(int64_t step) {
 void ModelRanks::record(const std::shared_ptr<trace::Recorder>& recorder) {
   for (parallel::Peers* some : peers()) some->record(recorder);
   if (stages) stages->record(recorder);
+}
+
+void ModelRanks::watch(Watch watch) {
+  watch_ = std::move(watch);
+  watch_new();
+}
+
+void ModelRanks::watch_new() {
+  if (!watch_) return;
+  const auto along = [this](Axis axis) {
+    return [watch = watch_, axis](MoveKind kind, const comm::Label& label, int64_t sent) {
+      watch({kind, axis, sent}, label);
+    };
+  };
+  if (tensor) tensor->peers().watch(along(Axis::kTensor));
+  if (!sequence) return;
+  for (parallel::Peers* some : sequence->peers()) some->watch(along(Axis::kSequence));
 }
 
 std::string ModelRanks::cut_short() const {

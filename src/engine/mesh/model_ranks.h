@@ -17,6 +17,7 @@
 #include "src/parallel/tensor_operators.h"
 #include "src/parallel/tensor_rules.h"
 #include "src/place/mesh.h"
+#include "src/plan/model_desc.h"
 
 namespace penstock::engine {
 
@@ -28,6 +29,8 @@ class TensorAxis {
              const ModelTree& tree, const std::set<int>& here);
 
   const std::vector<TensorModule>& modules() const { return modules_; }
+  // Returns the parameters of the module whose exchanges have this label; empty if none has it.
+  std::vector<int> params_of(const comm::Label& label) const;
   // The cuts of all parameters whose cut is not kWhole, by name.
   const std::map<std::string, Cut>& cuts() const { return cuts_; }
   parallel::Peers& peers() { return *peers_; }
@@ -86,6 +89,10 @@ struct ModelRanks {
 
   void set_step(int64_t step);
   void record(const std::shared_ptr<trace::Recorder>& recorder);
+  // Called before each exchange of layers.
+  using Watch = std::function<void(const LayerExchange& made, const comm::Label& label)>;
+  void watch(Watch watch);
+  void watch_new();  // must be called when peers were added
   // Returns an error text if a message between stages is in flight and no rank will receive it.
   // Otherwise returns "".
   std::string cut_short() const;
@@ -96,6 +103,8 @@ struct ModelRanks {
 
  private:
   std::vector<parallel::Peers*> peers();
+
+  Watch watch_;
 };
 
 }  // namespace penstock::engine

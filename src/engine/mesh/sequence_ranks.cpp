@@ -15,6 +15,7 @@ SequenceRanks::SequenceRanks(const Core& core, int num_neighbours) : state_(core
   }
   ranks.sequence->arrange(num_neighbours);
   ranks.record(state_->tiers.recorder);
+  ranks.watch_new();
   ranks.set_step(state_->steps + 1);
 }
 

@@ -12,10 +12,10 @@
 #include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
 #include "src/device/host_kernels.h"
+#include "src/device/torch_compat.h"
 #include "src/engine/model/blueprint.h"
 #include "src/engine/model/memory_budget.h"
 #include "src/engine/step/unit_order.h"
-#include "src/exec/torch_compat.h"
 #include "src/plan/strategy.h"
 
 namespace penstock::engine {
@@ -59,11 +59,11 @@ void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dt
   const auto options = param.options().device(storage.device()).dtype(dtype).requires_grad(false);
   // set_data() drops autograd's node, which expects the old sizes, only if the dtype changes. So
   // the dtype is changed temporarily.
-  if (param.sizes() != sizes) exec::set_data(param, at::empty({0}, options.dtype(at::kDouble)));
+  if (param.sizes() != sizes) device::set_data(param, at::empty({0}, options.dtype(at::kDouble)));
   at::Tensor window = at::empty({0}, options);
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
   window.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  exec::set_data(param, window);
+  device::set_data(param, window);
 }
 
 void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
@@ -93,7 +93,7 @@ void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes, c
                      param.sizes() == sizes && param.device() == where;
   old->set_data_ptr_noswap(c10::DataPtr(nullptr, old->device()));
   if (stays) return old->set_resizable(false);
-  exec::set_guard(
+  device::set_guard(
       *old,
       "[engine::initialize] this view of a parameter was taken before initialize(), which changed "
       "the parameter's device, dtype, layout or part. Take views after initialize(), and clone "
@@ -119,7 +119,7 @@ void refuse_nonfinite(const exec::Flat& flat, const at::Tensor& values) {
 
 Adoption::~Adoption() {
   if (committed_) return;
-  for (const auto& [buffer, former] : cast_) exec::set_data(buffer, former);
+  for (const auto& [buffer, former] : cast_) device::set_data(buffer, former);
   for (exec::UnitState& unit : executor_.units()) {
     for (exec::Flat& flat : unit.flats) flat.let_params_go();
   }
@@ -287,7 +287,7 @@ void Adoption::take_buffers(const ModelTree& tree, const Config& config) {
     if (where == own.device() && !buffer.is_same(own)) own.copy_(buffer);
     if (where == own.device() && dtype == own.scalar_type()) continue;
     cast_.emplace_back(own, own.detach());
-    exec::set_data(own, (where == own.device() ? own.detach() : buffer).to(where, dtype));
+    device::set_data(own, (where == own.device() ? own.detach() : buffer).to(where, dtype));
   }
 }
 

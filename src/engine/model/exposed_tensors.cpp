@@ -10,7 +10,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
-#include "src/exec/torch_compat.h"
+#include "src/device/torch_compat.h"
 
 namespace penstock::engine {
 
@@ -26,7 +26,7 @@ void own_values(const at::Tensor& param, const at::Tensor& values) {
       .copy_(values.reshape({-1}));
   // The storage is now an ordinary torch storage.
   storage->set_data_ptr_noswap(std::move(memory));
-  exec::clear_guard(*storage);
+  device::clear_guard(*storage);
   storage->set_allocator(allocator);
   storage->set_resizable(true);
 }
@@ -43,7 +43,7 @@ void LentShards::show() {
   for (const LentShard& shard : shards_) {
     c10::StorageImpl* storage = shard.window.unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(shard.memory, storage->device()));
-    exec::clear_guard(*storage);
+    device::clear_guard(*storage);
   }
 }
 
@@ -51,12 +51,12 @@ void LentShards::hide() {
   for (const LentShard& shard : shards_) {
     c10::StorageImpl* storage = shard.window.unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-    exec::set_guard(*storage,
-                    concat("[engine::shards] the optimizer's shard of \"", shard.name,
-                           "\" was read or written outside step(), where it has no memory. Read or "
-                           "write the shards inside the optimizer's step() or in a public method "
-                           "of its class, and the model's parameters inside "
-                           "engine.gathered(write=True)"));
+    device::set_guard(
+        *storage, concat("[engine::shards] the optimizer's shard of \"", shard.name,
+                         "\" was read or written outside step(), where it has no memory. Read or "
+                         "write the shards inside the optimizer's step() or in a public method "
+                         "of its class, and the model's parameters inside "
+                         "engine.gathered(write=True)"));
   }
 }
 
@@ -83,10 +83,11 @@ void take_back(std::vector<at::Tensor>& lent) {
   for (const at::Tensor& tensor : lent) {
     c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-    exec::set_guard(*storage,
-                    "[engine::take_back] this shard of a parameter or of its gradient belonged to "
-                    "an engine that is closed, or to a step that has ended. Its values are "
-                    "gone. Clone shards that you still need after the step.");
+    device::set_guard(
+        *storage,
+        "[engine::take_back] this shard of a parameter or of its gradient belonged to "
+        "an engine that is closed, or to a step that has ended. Its values are "
+        "gone. Clone shards that you still need after the step.");
   }
   lent.clear();
 }

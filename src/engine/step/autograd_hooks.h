@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-#include "src/exec/torch_compat.h"
+#include "src/device/torch_compat.h"
 
 namespace penstock::engine {
 
@@ -66,7 +66,7 @@ class GradientHook {
 
   at::Tensor leaf_;
   std::function<void()> taken_;
-  exec::NodePtr accumulator_;  // kept alive here: a tensor has only a weak reference to it
+  device::NodePtr accumulator_;  // kept alive here: a tensor has only a weak reference to it
   uintptr_t key_ = 0;
 };
 

@@ -90,7 +90,9 @@ double Core::mean(double mine, bool counts) const {
 }
 
 void Core::relearn() {
-  if (!state_->window->armed()) state_->order->restart(state_->model);
+  if (state_->window->armed()) return;
+  state_->order->restart(state_->model);
+  if (state_->exchanges) state_->exchanges->restart();
 }
 
 void Core::resume_backward() {

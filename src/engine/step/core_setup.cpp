@@ -215,6 +215,12 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   order.emplace(
       model, engine::OrderLearner::Scope{unit_events, moves_params, model_ranks.stages.has_value(),
                                          [this](int unit) { return tiled->is_tile(unit); }});
+  if (model_ranks.tensor || model_ranks.sequence) {
+    exchanges.emplace(*driver, model, model_ranks, executor->units());
+    model_ranks.watch([this](const LayerExchange& made, const comm::Label& label) {
+      exchanges->add(made, label);
+    });
+  }
   // Each stage of this rank runs one backward per micro-batch.
   window.emplace(config.batch.accumulate * config.parallel.virtual_stages,
                  loss_scale.needs_scaling(), unit_events, config.parallel.virtual_stages);

@@ -153,6 +153,7 @@ void Core::State::forward_begin(bool grad_enabled) {
     monitor->begins();
   }
   order->begin_forward(grad_enabled);
+  if (exchanges && grad_enabled) exchanges->begin(Op::kForward);
   if (!order->done()) watch_outside_reads();
   unit_begin(0);
   for (const int unit : order->spanning()) driver->enter(Op::kForward, unit);
@@ -333,6 +334,7 @@ void Core::State::start_backward(bool in_autograd) {
   open_units.clear();
   executor->gradients().begin_backward(window->seen());
   order->begin_backward();
+  if (exchanges) exchanges->begin(Op::kBackward);
   if (in_autograd) {
     guard->begun = true;
     engine::at_end_of_backward([guard] {
@@ -499,10 +501,11 @@ void Core::State::end_backward() {
   const auto in_stage = [this](const std::string& name, const std::string& payload) {
     return executor->share(name, payload, true);
   };
-  model = order->agree(driver->off_plan_events(),
-                       [&](const std::string& label, const std::string& text) {
-                         return engine::share_text(label, text, in_stage);
-                       });
+  const auto share = [&](const std::string& label, const std::string& text) {
+    return engine::share_text(label, text, in_stage);
+  };
+  model = order->agree(driver->off_plan_events(), share);
+  if (exchanges) model = exchanges->agree(std::move(model), share);
   Planning{*this}.make();
 }
 

@@ -22,6 +22,7 @@
 #include "src/engine/step/autograd_hooks.h"
 #include "src/engine/step/calling_thread.h"
 #include "src/engine/step/driver.h"
+#include "src/engine/step/layer_exchanges.h"
 #include "src/engine/step/loss_scale.h"
 #include "src/engine/step/order_learner.h"
 #include "src/engine/step/outside_edits.h"
@@ -97,10 +98,11 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   int64_t steps = 0;
   std::optional<engine::AccumulationWindow> window;
   std::optional<engine::OrderLearner> order;
+  std::optional<engine::LayerExchanges> exchanges;  // set if layers make any
   // Training forwards since the last backward, and the graphs of their outputs.
   struct Forwards {
     int begun = 0;
-    std::vector<exec::WeakNodePtr> graphs;
+    std::vector<device::WeakNodePtr> graphs;
   };
   Forwards forwards;
   // How far the current forward and backward have come with a unit.

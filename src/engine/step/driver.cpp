@@ -5,6 +5,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/plan/step_queries.h"
 
 namespace penstock::engine {
 
@@ -33,7 +34,9 @@ bool moves_gradients(const Step& step) { return step.op == Op::kMove && step.rol
 // A `sum` line is queued with the gradient moves.
 bool sums_gradients(const Step& step) { return step.op == Op::kSum; }
 
+// Layers make their exchanges themselves.
 bool exchanges_data(const Step& step) {
+  if (is_layer_exchange(step)) return false;
   return step.op == Op::kSum || step.op == Op::kNorm ||
          std::any_of(step.moves.begin(), step.moves.end(),
                      [](const auto& move) { return move.is_collective(); });
@@ -258,6 +261,7 @@ void Driver::run_moves() {
 
 void Driver::run(const exec::PlannedStep& planned) {
   const Step& step = planned.step;
+  if (is_layer_exchange(step)) return;
   if ((moves_gradients(step) && !is_forward(section_)) || sums_gradients(step)) {
     owed_.push_back(&planned);
     pump();

@@ -9,9 +9,9 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/device/kernels.h"
+#include "src/device/torch_compat.h"
 #include "src/engine/model/adoption.h"
 #include "src/exec/replica_edits.h"
-#include "src/exec/torch_compat.h"
 
 namespace penstock::engine {
 
@@ -21,7 +21,7 @@ at::Tensor hollow_gradient(const at::Tensor& param, const std::string& name) {
   at::Tensor mark = at::empty({0}, param.options().requires_grad(false));
   mark.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
   own_storage(mark, exec::dtype_of(param.scalar_type()), param.sizes());
-  exec::set_guard(
+  device::set_guard(
       *mark.storage().unsafeGetStorageImpl(),
       concat("[engine::gradients] the gradient of \"", name,
              "\" is in the engine, not in .grad. engine.full_grads() reads gradients, "
@@ -57,7 +57,7 @@ OutsideEdits::OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& 
   const auto known = [this](const std::string& name, const at::Tensor& tensor, bool trainable,
                             const c10::Storage& tiled) {
     params_.push_back(
-        {name, tensor, tensor.sizes().vec(), exec::python_object(tensor), {}, trainable, tiled});
+        {name, tensor, tensor.sizes().vec(), device::python_object(tensor), {}, trainable, tiled});
   };
   // A weight in tiles is one parameter with a place per tile. Any other parameter has one place.
   std::map<int, size_t> tiled_at;
@@ -87,7 +87,7 @@ void OutsideEdits::look_at_params() {
 void OutsideEdits::look_at(Param& param) {
   const at::Tensor& tensor = param.tensor;
   const auto [unit, flat, slot] = param.places.front();
-  if (exec::python_object(tensor) != param.object) {
+  if (device::python_object(tensor) != param.object) {
     refuse(
         param.name,
         "was swapped with another tensor after initialize(), but the engine trains the original. "

@@ -28,7 +28,6 @@ struct Core::State::Observer {
   // Simulates a step of `batch.accumulate` micro-batches. Returns nothing without
   // `monitor.machine`, in pipelines, and as long as neither FLOPs nor tokens of a forward were
   // counted. If only tokens were counted, it assumes 2 FLOPs per parameter and token for a forward.
-  // Exchanges of activations are not included.
   std::optional<Prediction> predict() const;
   // Returns the events as part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);

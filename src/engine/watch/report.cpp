@@ -87,6 +87,7 @@ std::string Report::explain() const {
   }
   out += concat("units read outside their module: ", state_->order->spanning().size(),
                 "\nevents off plan so far: ", state_->driver->off_plan_events(), "\n");
+  if (state_->exchanges) out += state_->exchanges->text();
   if (has_exact_steps(state_->config.comm)) {
     out += "exact steps (comm.exact_first, comm.exact_every) have plain wires in this plan\n";
   }

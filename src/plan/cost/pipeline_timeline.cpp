@@ -9,6 +9,7 @@
 #include "src/plan/cost/simulator.h"
 #include "src/plan/cost/step_time.h"
 #include "src/plan/pipeline_plan.h"
+#include "src/plan/step_queries.h"
 #include "src/plan/strategy.h"
 
 namespace penstock {
@@ -165,10 +166,7 @@ class RankReplay {
     const UnitDesc& desc = part_.units[unit];
     const UnitWork& work = work_[unit];
     double takes = seconds(forward ? work.forward : work.backward);
-    if (!forward && desc.recomputed) {
-      takes += seconds(work.forward);
-      if (desc.split == TensorSplit::kRow) takes += sum_seconds(unit);
-    }
+    if (!forward && desc.recomputed) takes += seconds(work.forward);
     issued_ = begin;
     compute_ = begin;
     rank_.lines[next_] = takes;
@@ -188,19 +186,13 @@ class RankReplay {
     return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
   }
 
-  // Returns how many seconds a sum around a ring takes.
-  double sum_seconds(int unit) {
-    const double size = mesh_.size(Axis::kTensor);
-    const double bytes = 2 * (size - 1) / size * work_[unit].summed_bytes;
-    rank_.sent["local"] += static_cast<int64_t>(bytes);
-    return bytes / machine_.local;
-  }
-
   // Parameter moves run on the gather lane, gradient moves before the norm on the reduce lane, and
   // all other moves on the update lane.
   void move(const Step& step) {
-    const bool sums = step.moves.front().kind == MoveKind::kAllReduce;
-    if (step.role == Role::kAct && sums) return occupy(sum_seconds(step.units[0]));
+    if (is_layer_exchange(step)) {
+      rank_.lines[next_] = on_links();
+      return occupy(rank_.lines[next_]);
+    }
     const double takes = on_lane(on_links());
     if (step.role == Role::kParam) {
       gather_ = std::max(gather_, issued_) + takes;

@@ -2,7 +2,7 @@
 // Timeline: when each rank of a pipeline executes each line of its plan. A line begins when its
 // inputs are ready and its lane is free. A rank has four lanes (compute, gather, reduce, update),
 // and a send lane for each neighbour. All ranks start together, and links are not shared. Computing
-// waits for activation sums over tensor ranks, and loses the time that lanes take from its cores
+// waits for the exchanges of layers, and loses the time that lanes take from its cores
 // (Machine::overlap).
 #include <cstdint>
 #include <map>
@@ -23,7 +23,6 @@ struct UnitWork {
     double flops = 0, memory_bytes = 0;
   };
   ComputePass forward{}, backward{};  // backward does not include recomputation
-  double summed_bytes = 0;            // bytes of activations per sum over tensor ranks
 };
 // Returns the work of each unit, for `tokens` per micro-batch and data rank: 2 FLOPs per parameter
 // and token in forward, and 4 in backward if the parameter trains. Nothing else takes time.
@@ -31,7 +30,7 @@ std::vector<UnitWork> work_of(const ModelDesc& model, double tokens);
 
 struct Timeline {
   struct RankTime {
-    double busy = 0;       // seconds of computing, including sums over tensor ranks
+    double busy = 0;       // seconds of computing, including exchanges of layers
     double idle = 0;       // seconds without computing until the end of all passes
     double most_held = 0;  // peak of micro-batches between forward and backward, weighted by unit
                            // size

@@ -150,6 +150,7 @@ TEST(Timeline, TransfersThatHideAndThatDoNot) {
 
 // A layer on 4 tensor ranks. Its first half has a sum in backward, and its second half has a sum in
 // forward. A sum of 200 bytes sends 2 x 3/4 of these bytes, which takes 3 s here.
+constexpr LayerExchange kSum = {MoveKind::kAllReduce, Axis::kTensor, 300};
 TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
   const Mesh mesh = Mesh::of({{Axis::kTensor, 4}});
   Machine machine = computing();
@@ -157,9 +158,9 @@ TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
   machine.device_memory = 5;
   machine.local = 100;
   ModelDesc model = blocks(2, 1);
-  model.units[0].split = TensorSplit::kColumn;
-  model.units[1].split = TensorSplit::kRow;
-  const std::vector<UnitWork> work(2, {{20, 5}, {40, 15}, 200});
+  model.units[0].in_backward = {kSum};
+  model.units[1].in_forward = {kSum};
+  const std::vector<UnitWork> work(2, {{20, 5}, {40, 15}});
   const auto timeline = [&](int micro) {
     const auto plans =
         plan_pipeline(bf16("ddp"), model, mesh, make_schedule("1f1b", {1, 1, micro}));
@@ -171,7 +172,8 @@ TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
   EXPECT_NEAR(timeline(1).ranks[0].busy, 26, 1e-9);
   EXPECT_NEAR(timeline(2).passes, 2 * 26, 1e-9);
   EXPECT_EQ(timeline(2).ranks[0].sent.at("local"), 2 * 2 * 300);
-  for (UnitDesc& unit : model.units) unit.recomputed = true;  // also repeats the forward's sum
+  for (UnitDesc& unit : model.units) unit.recomputed = true;
+  model.units[1].in_backward = {kSum};  // the forward's sum, again
   EXPECT_NEAR(timeline(1).passes, 26 + 2 * 3 + 3, 1e-9);
 }
 

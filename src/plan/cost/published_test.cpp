@@ -105,7 +105,6 @@ struct Layer {
     work.forward.memory_bytes += tokens * (2 * 4 * h + 16 * c);
     // For norms and their residuals, GeLU, biases, and the concatenation of the three gradients.
     work.backward.memory_bytes += tokens * (2 * (6 + 6) * h + (24 + 8 + 6 + 12) * c);
-    work.summed_bytes = 2 * kHalf * h * tokens;  // two sums
     return work;
   }
   // Returns the work of scores, softmax, dropout, values and their transpose, and of two
@@ -117,7 +116,6 @@ struct Layer {
     add(work, matmul(4, 4 * c + h));
     work.forward.memory_bytes += tokens * ((4 + 5) * a + 4 * c + 2 * 7 * h);
     work.backward.memory_bytes += tokens * ((6 + 5) * a + 4 * c + 2 * 7 * h);
-    work.summed_bytes = 2 * kHalf * h * tokens;
     return work;
   }
 };
@@ -127,7 +125,6 @@ UnitWork times(UnitWork work, int layers) {
     pass->flops *= layers;
     pass->memory_bytes *= layers;
   }
-  work.summed_bytes *= layers;
   return work;
 }
 
@@ -148,7 +145,7 @@ struct Gpt {
 // of the logits and of the loss in fp32.
 UnitWork embedding_of(const Case& run) {
   const double bytes = 12.0 * run.hidden * run.tokens();
-  return {{0, bytes}, {0, bytes}, kHalf * run.hidden * run.tokens()};
+  return {{0, bytes}, {0, bytes}};
 }
 UnitWork head_of(const Case& run) {
   const double h = run.hidden, tokens = run.tokens();
@@ -158,7 +155,6 @@ UnitWork head_of(const Case& run) {
              {2 * h * vocabulary * tokens, kHalf * (h * vocabulary + (h + vocabulary) * tokens)});
   work.forward.memory_bytes += (6 + 4 + 8) * vocabulary * tokens;
   work.backward.memory_bytes += (4 + 4 + 6) * vocabulary * tokens;
-  work.summed_bytes = kHalf * h * tokens;
   return work;
 }
 
@@ -172,20 +168,31 @@ Gpt gpt_of(const Case& run) {
   // If the layers cannot be divided evenly, the embedding and the head each count as one layer.
   const bool even = run.layers % num_stages == 0;
   const int of_stage = even ? run.layers / num_stages : (run.layers + 2) / num_stages;
-  gpt.add({.name = "embedding", .flats = {}, .split = TensorSplit::kRow}, vocabulary * layer.h, 0,
+  const double values = kHalf * run.hidden * run.tokens();
+  const auto sums = [&](double times) {
+    const auto bytes = static_cast<int64_t>(2.0 * (run.tensor - 1) / run.tensor * times * values);
+    if (run.tensor == 1) return std::vector<LayerExchange>();
+    return std::vector<LayerExchange>{{MoveKind::kAllReduce, Axis::kTensor, bytes}};
+  };
+  gpt.add({.name = "embedding", .flats = {}, .in_forward = sums(1)}, vocabulary * layer.h, 0,
           embedding_of(run));
   for (int stage = 0; stage < num_stages; ++stage) {
     const bool end = stage == 0 || stage + 1 == num_stages;
     const int layers = of_stage - (even || !end ? 0 : 1);
     const int at_once = run.pipeline == 1 ? 1 : layers;
     for (int i = 0; i < layers; i += at_once) {
-      gpt.add({.name = "columns", .flats = {}, .split = TensorSplit::kColumn, .recomputed = true},
+      const auto two = sums(2.0 * at_once);
+      gpt.add({.name = "columns", .flats = {}, .recomputed = true, .in_backward = two},
               at_once * 7 * layer.weights, stage, times(layer.columns(), at_once));
-      gpt.add({.name = "rows", .flats = {}, .split = TensorSplit::kRow, .recomputed = true},
+      gpt.add({.name = "rows",
+               .flats = {},
+               .recomputed = true,
+               .in_forward = two,
+               .in_backward = two},  // its forward runs again
               at_once * 5 * layer.weights, stage, times(layer.rows(run.sequence), at_once));
     }
   }
-  gpt.add({.name = "head", .flats = {}, .split = TensorSplit::kColumn}, vocabulary * layer.h,
+  gpt.add({.name = "head", .flats = {}, .in_backward = sums(1)}, vocabulary * layer.h,
           num_stages - 1, head_of(run));
   assume_order(gpt.model, false);
   for (auto* order : {&gpt.model.forward, &gpt.model.backward}) {

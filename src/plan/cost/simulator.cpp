@@ -14,6 +14,7 @@
 #include "src/plan/cost/residual_memory.h"
 #include "src/plan/cost/state_bytes.h"
 #include "src/plan/route.h"
+#include "src/plan/step_queries.h"
 
 namespace penstock {
 
@@ -286,6 +287,7 @@ class Simulation : StateBytes {
 
   void move(const Plan& plan, size_t index) {
     const Step& step = plan.steps[index];
+    if (is_layer_exchange(step)) return exchange(step);
     count_exchanges(step);
     if (step.role == Role::kGrad) drain_lane();
     for (const int unit : step.units) {
@@ -293,6 +295,18 @@ class Simulation : StateBytes {
       if (step.role == Role::kGrad) move_grad(step, unit);
       if (step.role == Role::kOptim) move_optim(step, unit);
     }
+  }
+
+  // The lines of one pass of a unit come in the order of the unit's description.
+  void exchange(const Step& step) {
+    const UnitDesc& unit = model_.units[step.units.front()];
+    const auto& exchanges = phase_ == "forward" ? unit.in_forward : unit.in_backward;
+    size_t& next = exchanged_[{step.units.front(), phase_}];
+    PENSTOCK_ASSERT(!exchanges.empty(), concat("[plan::simulate] no layer makes ", step.text()));
+    const LayerExchange& one = exchanges[next++ % exchanges.size()];
+    const char* const link = "local";
+    ledger_.sent[phase_][link] += one.sent;
+    ledger_.waited[phase_][link] += one.sent;
   }
 
   // All units of a step share the exchanges of that step.
@@ -464,6 +478,7 @@ class Simulation : StateBytes {
   std::vector<std::vector<Held>>
       staged_;  // by unit: memory that the unit's gather reads, until the unit is used
   ResidualMemory residuals_;
+  std::map<std::pair<int, std::string>, size_t> exchanged_;  // layer exchanges by unit and phase
   std::vector<int> begun_;     // units that have begun and whose gather still has its memory
   std::vector<Held> writing_;  // being written to disk
   std::vector<std::vector<Held>> extra_grads_;  // by unit: in addition to the copies in grads_

@@ -27,9 +27,11 @@ struct Ledger {
   // -> bytes. Links: "node" (between nodes), "local" (inside a node), "pipeline" (between stages),
   // "device-host", "host-disk".
   std::map<std::string, std::map<std::string, int64_t>> sent;
+  // The part of `sent` for which computing waits: exchanges of layers.
+  std::map<std::string, std::map<std::string, int64_t>> waited;
   // Values that this rank encodes and decodes for lossy wires in one step: phase -> number.
   std::map<std::string, int64_t> coded;
-  int64_t exchanges = 0;  // with peers, in one training step
+  int64_t exchanges = 0;  // with peers in one training step, without those of layers
   std::string text() const;
 };
 

@@ -173,6 +173,28 @@ TEST(SimulatorTest, FrozenAndMixedFlatsCountAsTheyAre) {
   EXPECT_EQ(ledger.sent.at("backward").at("local"), full / 2 + trained / 2);
 }
 
+// Each micro-batch makes the exchanges of both passes. A ledger counts them, and says that
+// computing waits for them.
+TEST(SimulatorTest, LayersSendWhatTheySentInStepOne) {
+  ModelDesc model = two_blocks(Dtype::kBf16);
+  model.units[0].in_forward = {{MoveKind::kAllReduce, Axis::kTensor, 100},
+                               {MoveKind::kAllGather, Axis::kTensor, 30}};
+  model.units[1].in_backward = {{MoveKind::kAllToAll, Axis::kSequence, 7}};
+  const Table table = preset("ddp", {.precision = Dtype::kBf16});
+  const Mesh mesh = Mesh::of({{Axis::kTensor, 2}});
+  const Plan plan = plan_step(table, model, mesh, 3);
+  const Ledger ledger = simulate(plan, table, model, mesh);
+  EXPECT_EQ(ledger.sent.at("forward").at("local"), 3 * 130);
+  EXPECT_EQ(ledger.sent.at("backward").at("local"), 3 * 7);
+  EXPECT_EQ(ledger.waited, ledger.sent);
+  std::vector<int64_t> by_line;
+  const LineBytes all = bytes_by_line(plan, table, model, mesh);
+  for (const auto& line : all) {
+    if (line.contains("local")) by_line.push_back(line.at("local"));
+  }
+  EXPECT_EQ(by_line, (std::vector<int64_t>{100, 30, 7, 100, 30, 7, 100, 30, 7}));
+}
+
 TEST(SimulatorTest, OneRankSendsNothing) {
   for (const std::string& name : preset_names()) {
     const Table table = preset(name, {.precision = Dtype::kBf16});

@@ -46,6 +46,11 @@ StepTime step_time(const Work& work, const Ledger& ledger, const Machine& machin
   }
   lanes["forward"]["compute"] = flops / machine.flops;
   lanes["backward"]["compute"] = (flops + trained) / machine.flops;
+  for (const auto& [phase, waited] : ledger.waited) {
+    for (const auto& [link, bytes] : waited) {
+      lanes[phase]["compute"] += static_cast<double>(bytes) / links.at(link);
+    }
+  }
   lanes["update"]["optimizer"] = static_cast<double>(work.updated_params) * kUpdateBytes / memory;
   StepTime time;
   LaneTime most;

@@ -73,6 +73,17 @@ const TimeCase kCases[] = {
      "update, host-disk link"},
 };
 
+// The sums of tensor ranks take 100 of the 150 bytes on the link.
+TEST(StepTimeTest, ComputingWaitsForLayers) {
+  Ledger ledger;
+  ledger.sent["forward"]["local"] = 150;
+  ledger.waited["forward"]["local"] = 100;
+  const StepTime time = step_time({1e3, 1'000'000'000, 1'000'000'000, 0, false}, ledger, kMachine);
+  EXPECT_DOUBLE_EQ(time.forward, 2 + 1);
+  EXPECT_DOUBLE_EQ(time.backward, 4);
+  EXPECT_EQ(time.longest, "backward, compute");
+}
+
 TEST(StepTimeTest, PhasesTakeTheirLongestLane) {
   for (const TimeCase& c : kCases) {
     Ledger ledger;

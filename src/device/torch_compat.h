@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-namespace penstock::exec {
+namespace penstock::device {
 
 // shared_ptr up to 2.12, intrusive_ptr since 2.13.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
@@ -39,4 +39,4 @@ inline const void* python_object(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
 }
 
-}  // namespace penstock::exec
+}  // namespace penstock::device

@@ -1,10 +1,10 @@
-#include "src/exec/torch_compat.h"
+#include "src/device/torch_compat.h"
 
 #include <torch/version.h>
 
 #include <mutex>
 
-namespace penstock::exec {
+namespace penstock::device {
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
 
@@ -46,4 +46,4 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
-}  // namespace penstock::exec
+}  // namespace penstock::device
