@@ -47,7 +47,7 @@ void Peers::check_memory(const at::Tensor& values) const {
 // Makes an exchange. On a device it takes its turn among the collectives of the lanes
 // ([Note: Launch order]).
 template <class Exchange>
-void Peers::exchange(const Facts& facts, const Exchange& work) {
+void Peers::exchange(const ExchangeFacts& facts, const Exchange& work) {
   if (closed_) {
     throw RuntimeFault(
         "[parallel::exchange] the engine is closed, but this computation needs exchanges with "

@@ -87,14 +87,14 @@ class Peers {
   at::Tensor reduce(const at::Tensor& addend, bool gathers, const comm::Label& label);
 
   // What watch_ is told about an exchange, and whether its values are in host memory.
-  struct Facts {
+  struct ExchangeFacts {
     MoveKind kind;
     const comm::Label& label;
     int64_t sent;
     bool on_host;
   };
   template <class Exchange>
-  void exchange(const Facts& facts, const Exchange& work);
+  void exchange(const ExchangeFacts& facts, const Exchange& work);
   void check_memory(const at::Tensor& values) const;
 
   const std::shared_ptr<Group> group_;

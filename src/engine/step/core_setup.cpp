@@ -157,6 +157,25 @@ std::set<int> params_of(const std::vector<exec::UnitState>& units) {
   return params;
 }
 
+// Connects this rank with the ranks that compute the model together with it.
+void connect(engine::ModelRanks& ranks, const Config& config, const std::shared_ptr<Group>& group,
+             const device::Device& computes, const exec::Executor& executor,
+             const engine::Blueprint& blueprint) {
+  const auto peers = [group, &computes](const Members& members, const char* lane) {
+    return std::make_shared<parallel::Peers>(group, members, lane, computes);
+  };
+  const Groups groups(executor.mesh(), group->rank());
+  if (config.mesh.tensor > 1) {
+    ranks.tensor.emplace(peers(groups.tensor(), "act"), blueprint.ruled, blueprint.split.tree,
+                         params_of(executor.units()));
+  }
+  if (const Members members = sequence_ranks(config, group->rank()); members.size() > 1)
+    ranks.sequence.emplace(members, peers);
+  if (config.mesh.pipeline > 1) {
+    ranks.stages.emplace(group, groups.pipeline(), blueprint.stages, config.parallel, computes);
+  }
+}
+
 void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
   tiers.device.set_budget(std::move(budgets.device));
   tiers.host.set_budget(std::move(budgets.host));
@@ -190,20 +209,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
   driver.emplace(*executor);
   wholes.emplace(*executor);
-  const auto peers = [this](const Members& ranks, const char* lane) {
-    return std::make_shared<parallel::Peers>(group, ranks, lane, tiers.computes);
-  };
-  if (config.mesh.tensor > 1) {
-    const Members ranks = Groups(executor->mesh(), group->rank()).tensor();
-    model_ranks.tensor.emplace(peers(ranks, "act"), blueprint.ruled, blueprint.split.tree,
-                               params_of(executor->units()));
-  }
-  if (const Members ranks = sequence_ranks(config, group->rank()); ranks.size() > 1)
-    model_ranks.sequence.emplace(ranks, peers);
-  if (config.mesh.pipeline > 1) {
-    model_ranks.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
-                               blueprint.stages, config.parallel, tiers.computes);
-  }
+  connect(model_ranks, config, group, tiers.computes, *executor, blueprint);
   moves_params = executor->table().moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
   unit_events = moves_params || table.moves_activations();

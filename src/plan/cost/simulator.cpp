@@ -20,6 +20,21 @@ namespace penstock {
 
 namespace {
 
+// The lines of a unit's layer exchanges come in the order of the unit's description, in each pass.
+class LayerCursor {
+ public:
+  const LayerExchange& next(const ModelDesc& model, int unit, const std::string& phase) {
+    const UnitDesc& desc = model.units[unit];
+    const auto& exchanges = phase == "forward" ? desc.in_forward : desc.in_backward;
+    PENSTOCK_ASSERT(!exchanges.empty(),
+                    concat("[plan::simulate] u", unit, " exchanges nothing in ", phase));
+    return exchanges[next_[{unit, phase}]++ % exchanges.size()];
+  }
+
+ private:
+  std::map<std::pair<int, std::string>, size_t> next_;
+};
+
 // Simulates the plan of one rank. [Note: Copies] explains which copies exist, and [Note: Fusions]
 // which buffers exist between passes.
 class Simulation : StateBytes {
@@ -287,7 +302,12 @@ class Simulation : StateBytes {
 
   void move(const Plan& plan, size_t index) {
     const Step& step = plan.steps[index];
-    if (is_layer_exchange(step)) return exchange(step);
+    if (is_layer_exchange(step)) {
+      const int64_t sent = exchanged_.next(model_, step.units.front(), phase_).sent;
+      ledger_.sent[phase_]["local"] += sent;
+      ledger_.waited[phase_]["local"] += sent;
+      return;
+    }
     count_exchanges(step);
     if (step.role == Role::kGrad) drain_lane();
     for (const int unit : step.units) {
@@ -295,18 +315,6 @@ class Simulation : StateBytes {
       if (step.role == Role::kGrad) move_grad(step, unit);
       if (step.role == Role::kOptim) move_optim(step, unit);
     }
-  }
-
-  // The lines of one pass of a unit come in the order of the unit's description.
-  void exchange(const Step& step) {
-    const UnitDesc& unit = model_.units[step.units.front()];
-    const auto& exchanges = phase_ == "forward" ? unit.in_forward : unit.in_backward;
-    size_t& next = exchanged_[{step.units.front(), phase_}];
-    PENSTOCK_ASSERT(!exchanges.empty(), concat("[plan::simulate] no layer makes ", step.text()));
-    const LayerExchange& one = exchanges[next++ % exchanges.size()];
-    const char* const link = "local";
-    ledger_.sent[phase_][link] += one.sent;
-    ledger_.waited[phase_][link] += one.sent;
   }
 
   // All units of a step share the exchanges of that step.
@@ -478,7 +486,7 @@ class Simulation : StateBytes {
   std::vector<std::vector<Held>>
       staged_;  // by unit: memory that the unit's gather reads, until the unit is used
   ResidualMemory residuals_;
-  std::map<std::pair<int, std::string>, size_t> exchanged_;  // layer exchanges by unit and phase
+  LayerCursor exchanged_;
   std::vector<int> begun_;     // units that have begun and whose gather still has its memory
   std::vector<Held> writing_;  // being written to disk
   std::vector<std::vector<Held>> extra_grads_;  // by unit: in addition to the copies in grads_
