@@ -3,7 +3,7 @@
 # compiles one source. In both cases, names that two sources of a layer define for themselves must
 # differ.
 option(PENSTOCK_UNITY "Compile the sources of a target several at a time" ON)
-set(PENSTOCK_UNITY_BATCH 8 CACHE STRING "How many sources are compiled together")
+set(PENSTOCK_UNITY_BATCH 16 CACHE STRING "How many sources are compiled together")
 
 # penstock_batches(target): compiles the sources of `target` in batches, if PENSTOCK_UNITY is on.
 function(penstock_batches target)

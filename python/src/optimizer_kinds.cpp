@@ -16,7 +16,7 @@ namespace penstock::python {
 namespace {
 
 // Returns "type" and every key of its kind, as in the config's "optimizer" section.
-py::dict section_of(const OptimizerConfig& optimizer) {
+py::dict optimizer_section(const OptimizerConfig& optimizer) {
   const OptimizerKind& kind = kind_of(optimizer.type);
   py::dict section;
   section["type"] = kind.name;
@@ -60,22 +60,23 @@ void bind_optimizer_kinds(py::module_& module) {
   optimizer.def(py::init(&of_group), py::arg("kind"), py::arg("group"))
       .def_property_readonly("type",
                              [](const OptimizerConfig& self) { return kind_of(self.type).name; })
-      .def_property_readonly("section", &section_of)
+      .def_property_readonly("section", &optimizer_section)
       .def_property_readonly("moments",  // names of the moments, as in torch
                              [](const OptimizerConfig& self) {
                                const auto& names = kind_of(self.type).moments;
                                return std::vector<std::string>(names.begin(),
                                                                names.begin() + num_moments(self));
                              })
-      .def_property_readonly("num_moments", &num_moments);
+      .def_property_readonly("num_moments",
+                             [](const OptimizerConfig& self) { return num_moments(self); });
   for (const OptimizerKey& key : optimizer_keys()) {
     std::visit([&](auto field) { optimizer.def_readonly(key.name.c_str(), field); }, key.field);
   }
   py::class_<OptimizerKind>(module, "OptimizerKind")
       .def_readonly("name", &OptimizerKind::name)
       .def_readonly("keys", &OptimizerKind::keys)
-      .def_property_readonly("defaults",
-                             [](const OptimizerKind& kind) { return section_of(kind.defaults); });
+      .def_property_readonly(
+          "defaults", [](const OptimizerKind& kind) { return optimizer_section(kind.defaults); });
   py::list kinds;
   for (const OptimizerKind& kind : optimizer_kinds()) {
     kinds.append(py::cast(kind, py::return_value_policy::reference));

@@ -14,7 +14,7 @@
 namespace penstock::sim {
 namespace {
 
-constexpr size_t kPage = 4096;
+constexpr size_t kHostPage = 4096;
 
 struct Buffer {
   size_t bytes = 0;
@@ -30,7 +30,7 @@ class PinnedAllocator final : public at::HostAllocator {
     std::unique_lock lock(mutex_);
     TORCH_CHECK(!fails_, "[sim] cannot pin ", bytes, " bytes of host memory");
     reap();
-    size_t size = kPage;
+    size_t size = kHostPage;
     const size_t offset = offset_;
     while (size < bytes + offset) size *= 2;  // as in CUDA's cache
     char* pointer = nullptr;
