@@ -1,5 +1,6 @@
 """Seconds of a step as the simulator predicts them on a machine that `penstock bench` has measured,
-beside those that a step takes: a GPT on two ranks, ddp, ZeRO-1/2/3, host and disk tiers.
+beside those that a step takes: a GPT on two ranks, ddp, ZeRO-1/2/3, host and disk tiers, and two
+tensor ranks.
 
     python benchmarks/predicted.py [--rounds 5] [--machine machine.json] [--json FILE]
 
@@ -24,6 +25,7 @@ from penstock.monitor import predicted, run
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig  # noqa: E402
+from train_3d import GPT_RULES  # noqa: E402
 
 CASES = {
     "ddp": {"strategy": "ddp"},
@@ -33,6 +35,7 @@ CASES = {
     "zero3, optimizer on host": {"strategy": "zero3", "offload": {"optimizer": "host"}},
     "zero3, optimizer on disk": {"strategy": "zero3", "offload": {"optimizer": "disk"}},
     "zero3, all on disk": {"strategy": "zero3", "offload": {"optimizer": "disk", "params": "disk"}},
+    "tensor": {"strategy": "ddp", "mesh": {"tensor": 2}, "parallel": {"rules": GPT_RULES}},
 }
 
 
@@ -55,6 +58,7 @@ def parse_options() -> argparse.Namespace:
 
 def work(options: argparse.Namespace) -> dict[str, dict]:
     sizes = GPTConfig(layers=options.layers, width=options.width, heads=options.width // 64)
+    torch.manual_seed(0)  # tensor ranks have the same batch
     batch = torch.randint(256, (options.batch, sizes.context + 1))
     folder = pathlib.Path(options.result).parent
     engines = {}

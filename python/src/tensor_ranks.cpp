@@ -68,6 +68,7 @@ void bind_tensor_ranks(py::module_& module) {
       .def("gather_tokens", &TensorRanks::gather_tokens, py::arg("name"), py::arg("part"), no_gil)
       .def("embedding", &TensorRanks::embedding, py::arg("how"), py::arg("ids"), py::arg("weight"),
            py::arg("padding_idx"), no_gil)
+      .def("set_checking", &TensorRanks::set_checking, py::arg("checks"))
       .def("compare", &TensorRanks::compare, py::arg("inputs"), py::arg("others"), py::arg("draws"),
            no_gil);
 }

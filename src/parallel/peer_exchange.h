@@ -40,7 +40,10 @@ class Peers {
   std::exception_ptr take_fault() { return std::exchange(fault_, nullptr); }
   // Ends all exchanges. A later exchange, made by a graph that outlives its engine, throws
   // RuntimeFault.
-  void close() { closed_ = true; }
+  void close() {
+    closed_ = true;
+    watch_ = nullptr;
+  }
   void set_step(int64_t step) { channel_.set_step(step); }  // the step in error texts
   void record(std::shared_ptr<trace::Recorder> recorder) {
     channel_.recorder = std::move(recorder);

@@ -40,6 +40,9 @@ at::Tensor replicate(const at::Tensor& whole, const OperatorPeers& peers);  // I
 class Replicated {
  public:
   at::Tensor of(const at::Tensor& whole, const OperatorPeers& peers);
+  // Must be called when a forward begins. A graph that only some ranks keep would otherwise let
+  // ranks order their sums differently.
+  void forget() { backward_ = device::WeakNodePtr(device::NodePtr()); }
 
  private:
   c10::weak_intrusive_ptr<c10::TensorImpl> input_{c10::intrusive_ptr<c10::TensorImpl>()};

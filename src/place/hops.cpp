@@ -99,14 +99,15 @@ bool applies(const Placement& place, const Move& move) {
   if (move.kind == MoveKind::kCast) return true;
   if (move.kind == MoveKind::kCopy) return place.tier == move.from;
   if (move.axes.empty() || (move.is_collective() && place.tier != Tier::kDevice)) return false;
-  const Change& change = *change_of(move.kind);
+  const Change* const change = change_of(move.kind);
+  if (change == nullptr) return false;  // layers alone make this move
   for (const Axis axis : move.axes)
-    if (place.on(axis) != change.from) return false;
+    if (place.on(axis) != change->from) return false;
   // While an inner axis is sharded, no outer axis may be gathered or cut: the shards would not stay
   // contiguous.
   int outermost = static_cast<int>(kNumAxes);
   for (const Axis axis : move.axes) outermost = std::min(outermost, nesting(axis));
-  return !cuts(change) || std::all_of(kShardOrder.begin(), kShardOrder.end(), [&](Axis axis) {
+  return !cuts(*change) || std::all_of(kShardOrder.begin(), kShardOrder.end(), [&](Axis axis) {
     return nesting(axis) < outermost || among(move.axes, axis) ||
            place.on(axis) != Layout::kSharded;
   });

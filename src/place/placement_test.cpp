@@ -189,6 +189,8 @@ TEST(PlacementTest, MovesStartOnlyWhereTheyCan) {
       {"SR@device:fp32", "slice(local)"},
       {"RR,sequence=S@device:fp32", "slice(local)"},
       {"SS,tensor=S@device:fp32", "all_gather(data)"},
+      {"SS@device:fp32", "all_to_all(local)"},  // layers alone make these
+      {"SS@device:fp32", "shift(local)"},
   };
   for (const auto& [from, move] : wrong)
     EXPECT_THROW(apply(Placement::parse(from), parse_move(move)), ConfigError) << from << move;

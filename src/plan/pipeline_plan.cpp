@@ -157,7 +157,7 @@ class RankWriter : StepWriter {
     const int unit = visit.unit;
     settle_param(unit, Phase::kForward);
     put({.op = Op::kForward, .units = {unit}, .mark = visit.mark, .micro = micro_});
-    exchange(unit, model_.units[unit].in_forward);
+    if (visit.mark != Mark::kBegin) exchange(unit, model_.units[unit].in_forward);
     move_inputs(unit, Phase::kForward, Phase::kHold);
   }
 
@@ -166,7 +166,7 @@ class RankWriter : StepWriter {
     move_inputs(unit, Phase::kHold, Phase::kBackward);
     settle_param(unit, Phase::kBackward);
     put({.op = Op::kBackward, .units = {unit}, .mark = visit.mark, .micro = micro_});
-    exchange(unit, model_.units[unit].in_backward);
+    if (visit.mark != Mark::kBegin) exchange(unit, model_.units[unit].in_backward);
     const bool last = --backwards_[unit] == 0, on_disk = table_.grads_wait_on_disk();
     const bool settles = (!table_.holds_grad_in_place() && !stays) || last;
     if (settles && on_disk) sum_in_stage(unit);

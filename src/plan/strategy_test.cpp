@@ -95,6 +95,20 @@ TEST(Strategy, AGrainIsTheLeastAndMemoryIsOneChunk) {
   EXPECT_EQ(chunked(config(R"({"params": "disk"})")).units[1].num_chunks, 1);
 }
 
+TEST(Strategy, AWindowHasTheCodecAndTheLayersOfAllMicroBatches) {
+  Config asked = Config::parse(R"({"strategy": "zero3", "comm": {"codec": "int8"}})");
+  asked.batch.accumulate = 7;
+  asked.resolve(kRanks);
+  ModelDesc one = model();
+  one.units[0].in_forward = {{MoveKind::kAllReduce, Axis::kTensor, 100}};
+  const Ledger walked = predict(asked, one), window = predict_window(asked, one);
+  EXPECT_FALSE(walked.coded.empty());
+  EXPECT_EQ(window.coded, walked.coded);
+  EXPECT_EQ(walked.waited.at("forward").at("local"), 700);
+  EXPECT_EQ(window.waited, walked.waited);
+  EXPECT_EQ(window.sent, walked.sent);
+}
+
 TEST(Strategy, AWindowIsAsIfEachOfItsMicroBatchesWerePlanned) {
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) {
     for (const char* optimizer : {"none", "host", "disk"}) {

@@ -108,6 +108,15 @@ class Probe:
     def running(self) -> bool:
         return self._run is not None
 
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[None]:
+        """Inside, exchanges do not count as those of the model's layers."""
+        self.ranks.set_checking(True)
+        try:
+            yield
+        finally:
+            self.ranks.set_checking(False)
+
     def uncut(self, layer: str) -> bool:
         """Whether the cut layer runs with full weights now."""
         return self._run is not None and layer in self._run.uncut

@@ -185,7 +185,7 @@ class RuleCheck:
 
     def _compare(self, region: Region, inner: Callable[..., Any], given: Any) -> None:
         """Raises ConfigError on all tensor ranks if the cut module differs from the uncut one."""
-        with self._all_tokens(region, given) as probed:
+        with self._probe.checking(), self._all_tokens(region, given) as probed:
             if not same_everywhere(self._probe.ranks, probed):
                 self._unchecked[region.name] = "its arguments differ between tensor ranks"
                 return

@@ -38,11 +38,10 @@ parallel::OperatorPeers TensorAxis::ranks_of(const TensorModule& how) {
   return {peers_, labels_.at(index)};
 }
 
-std::vector<int> TensorAxis::params_of(const comm::Label& label) const {
-  for (size_t module = 0; module < labels_.size(); ++module) {
-    if (labels_[module].text == label.text) return params_[module];
-  }
-  return {};
+std::vector<std::pair<comm::Label, std::vector<int>>> TensorAxis::labels() const {
+  std::vector<std::pair<comm::Label, std::vector<int>>> labels;
+  for (size_t i = 0; i < labels_.size(); ++i) labels.emplace_back(labels_[i], params_[i]);
+  return labels;
 }
 
 void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {

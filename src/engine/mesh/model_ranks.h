@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/engine/mesh/stage_lanes.h"
@@ -29,8 +30,8 @@ class TensorAxis {
              const ModelTree& tree, const std::set<int>& here);
 
   const std::vector<TensorModule>& modules() const { return modules_; }
-  // Returns the parameters of the module whose exchanges have this label; empty if none has it.
-  std::vector<int> params_of(const comm::Label& label) const;
+  // Returns the label of each module's exchanges with the module's parameters.
+  std::vector<std::pair<comm::Label, std::vector<int>>> labels() const;
   // The cuts of all parameters whose cut is not kWhole, by name.
   const std::map<std::string, Cut>& cuts() const { return cuts_; }
   parallel::Peers& peers() { return *peers_; }

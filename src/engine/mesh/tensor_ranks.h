@@ -69,6 +69,8 @@ class PENSTOCK_API TensorRanks {
   // text `others`) differ between ranks. Returns whether all ranks have the same `draws`.
   bool compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                const std::string& draws) const;
+  // While set, exchanges do not count as those of the model's layers: they serve to check rules.
+  void set_checking(bool checks) const;
   // The cuts of all parameters whose cut is not kWhole, by name.
   const std::map<std::string, Cut>& cuts() const;
   // Returns the values of all tensor ranks, [..] -> [ranks, ..]. `what` names the exchange in

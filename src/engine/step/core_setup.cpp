@@ -157,6 +157,27 @@ std::set<int> params_of(const std::vector<exec::UnitState>& units) {
   return params;
 }
 
+// Returns, by the label of its exchanges, the unit of each module that tensor ranks cut.
+std::map<const std::string*, int> units_of_labels(const engine::ModelRanks& ranks,
+                                                  const std::vector<exec::UnitState>& units) {
+  std::map<const std::string*, int> found;
+  if (!ranks.tensor) return found;
+  std::map<int, int> unit_of;  // by parameter
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    for (const exec::Flat& flat : units[unit].flats) {
+      for (const exec::Slot& slot : flat.slots) unit_of[slot.index] = static_cast<int>(unit);
+    }
+  }
+  for (const auto& [label, params] : ranks.tensor->labels()) {
+    for (const int param : params) {
+      if (const auto unit = unit_of.find(param); unit != unit_of.end()) {
+        found.emplace(label.text.get(), unit->second);
+      }
+    }
+  }
+  return found;
+}
+
 // Connects this rank with the ranks that compute the model together with it.
 void connect(engine::ModelRanks& ranks, const Config& config, const std::shared_ptr<Group>& group,
              const device::Device& computes, const exec::Executor& executor,
@@ -222,9 +243,10 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
       model, engine::OrderLearner::Scope{unit_events, moves_params, model_ranks.stages.has_value(),
                                          [this](int unit) { return tiled->is_tile(unit); }});
   if (model_ranks.tensor || model_ranks.sequence) {
-    exchanges.emplace(*driver, model, model_ranks, executor->units());
+    exchanges.emplace(model.units.size(), units_of_labels(model_ranks, executor->units()),
+                      model_ranks.stages.has_value());
     model_ranks.watch([this](const LayerExchange& made, const comm::Label& label) {
-      exchanges->add(made, label);
+      Planning{*this}.add_exchange(made, label);
     });
   }
   // Each stage of this rank runs one backward per micro-batch.
@@ -244,6 +266,7 @@ Core::State::~State() {
   } catch (const std::exception&) {
     // A destructor cannot report an error. close() reports it.
   }
+  model_ranks.close();  // graphs may outlive this object
 }
 
 void Core::State::install_hooks() {

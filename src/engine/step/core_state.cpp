@@ -153,7 +153,8 @@ void Core::State::forward_begin(bool grad_enabled) {
     monitor->begins();
   }
   order->begin_forward(grad_enabled);
-  if (exchanges && grad_enabled) exchanges->begin(Op::kForward);
+  if (model_ranks.tensor) model_ranks.tensor->replicated.forget();
+  if (exchanges && grad_enabled) exchanges->begin_forward();
   if (!order->done()) watch_outside_reads();
   unit_begin(0);
   for (const int unit : order->spanning()) driver->enter(Op::kForward, unit);
@@ -315,6 +316,7 @@ void Core::State::start_backward(bool in_autograd) {
     driver->finish();
     order->keep_whole();
     model = order->assumed();
+    if (exchanges) exchanges->put_into(model);
     Planning{*this}.make();
   }
   driver->begin(section);
@@ -334,7 +336,7 @@ void Core::State::start_backward(bool in_autograd) {
   open_units.clear();
   executor->gradients().begin_backward(window->seen());
   order->begin_backward();
-  if (exchanges) exchanges->begin(Op::kBackward);
+  if (exchanges) exchanges->begin_backward();
   if (in_autograd) {
     guard->begun = true;
     engine::at_end_of_backward([guard] {
@@ -498,14 +500,7 @@ void Core::State::end_backward() {
   const std::vector<std::string> all = executor->share("gave in step one", gave ? "1" : "0", true);
   if (std::count(all.begin(), all.end(), "1") == 0) return;
   // Step one is over, and new plans follow the order on which all ranks agreed.
-  const auto in_stage = [this](const std::string& name, const std::string& payload) {
-    return executor->share(name, payload, true);
-  };
-  const auto share = [&](const std::string& label, const std::string& text) {
-    return engine::share_text(label, text, in_stage);
-  };
-  model = order->agree(driver->off_plan_events(), share);
-  if (exchanges) model = exchanges->agree(std::move(model), share);
+  model = order->agree(driver->off_plan_events(), Planning{*this}.share_in_stage());
   Planning{*this}.make();
 }
 
@@ -576,7 +571,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   }
   loss_scale.good_step();
   executor->updates().arrive();
-  ++steps;
+  Planning{*this}.begin_next_step();
   Observer{*this}.end_step(groups);
   return true;
 }

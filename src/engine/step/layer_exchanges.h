@@ -1,53 +1,61 @@
 #pragma once
 // LayerExchanges: what layers exchange with the tensor and sequence ranks while they compute. Step
-// one shows it. All ranks then agree on it, and it becomes part of the model that is planned. Later
-// exchanges are compared with the plan. Used like Core::State.
+// one shows it. The ranks then agree on it, and it becomes part of the model that is planned. Later
+// exchanges are compared with the plan. Used like Core::State. Pure, except for the collective that
+// agree() is given.
 #include <array>
 #include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
 
-#include "src/engine/mesh/model_ranks.h"
-#include "src/engine/step/driver.h"
+#include "src/comm/channel.h"
 #include "src/engine/step/order_learner.h"
-#include "src/exec/flat.h"
 #include "src/plan/model_desc.h"
 
 namespace penstock::engine {
 
 class LayerExchanges {
  public:
-  // All arguments must outlive this object.
-  LayerExchanges(const Driver& driver, const ModelDesc& model, const ModelRanks& ranks,
-                 const std::vector<exec::UnitState>& units);
+  // `units`: the unit of each label whose exchanges belong to a module. `in_stages`: forwards of
+  // several micro-batches may come before a backward (pipelines).
+  LayerExchanges(size_t num_units, std::map<const std::string*, int> units, bool in_stages);
 
-  // Called before each exchange. Exchanges outside of training are ignored.
-  void add(const LayerExchange& made, const comm::Label& label);
-  void begin(Op pass);  // a training forward or a backward begins
-  // Records again until the next agree().
-  void restart() { recording_ = true; }
+  // A training forward begins. Forwards without a backward between them count as one, except in
+  // pipelines: the backward then goes through all of them.
+  void begin_forward();
+  void begin_backward();
+  // Adds an exchange of pass kForward or kBackward. `computing`: the unit that computes, to which
+  // the exchange belongs if its label has no unit.
+  void add(Op pass, const comm::Label& label, int computing, const LayerExchange& made);
+  // While set, exchanges are ignored: they serve to check rules.
+  void ignore(bool ignores) { ignores_ = ignores; }
 
-  // [all ranks] Ends the recording. Returns the model with the exchanges if all ranks made the same
-  // ones, and without them otherwise.
-  ModelDesc agree(ModelDesc model, const OrderLearner::ShareText& share);
+  bool recording() const { return recording_; }
+  void restart();  // records from the beginning
 
-  // Returns what an explanation says of the exchanges: lines, or "" if there are none.
-  std::string text() const;
+  // [ranks of the stage] Ends the recording. If these ranks made different exchanges, the result is
+  // that nothing is planned.
+  void agree(const OrderLearner::ShareText& share);
+  void put_into(ModelDesc& model) const;
+
+  std::string text() const;  // for explanations: one line
 
  private:
   using ByUnit = std::vector<std::vector<LayerExchange>>;
-
-  int unit_of(const comm::Label& label) const;
+  struct PassExchanges {
+    ByUnit by_unit;            // recorded in step one, then planned
+    std::vector<size_t> next;  // by unit: number of exchanges in this pass so far
+  };
+  PassExchanges& of(Op pass) { return passes_[pass == Op::kBackward ? 1 : 0]; }
   std::string record_text() const;
 
-  const Driver& driver_;
-  const ModelDesc& model_;
-  const ModelRanks& ranks_;
-  std::map<int, int> units_;    // by parameter
-  std::array<ByUnit, 2> made_;  // of the last forward and backward in which a unit made any
-  std::array<std::vector<size_t>, 2> next_;  // by unit: exchanges in this forward or backward
+  std::map<const std::string*, int> units_;
+  bool in_stages_;
+  std::array<PassExchanges, 2> passes_;  // forward, backward
   bool recording_ = true;
+  bool ignores_ = false;
+  bool went_back_ = true;   // a backward began after the last forward
   std::string difference_;  // between ranks
   int64_t off_plan_ = 0;
 };

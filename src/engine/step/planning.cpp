@@ -38,6 +38,33 @@ void Core::State::Planning::make() const {
   state.rules = {sums_signs(table, executor.mesh()), engine::residual_divisor(state.config)};
 }
 
+void Core::State::Planning::add_exchange(const LayerExchange& made,
+                                         const comm::Label& label) const {
+  const std::optional<Section> section = state.driver->section();
+  const bool forward = section == Section::kForward || section == Section::kForwardNext;
+  const bool backward = section == Section::kBackward || section == Section::kBackwardLast;
+  const bool back = engine::in_backward();
+  if (!(back ? backward : forward)) return;
+  state.exchanges->add(back ? Op::kBackward : Op::kForward, label, state.driver->computing(), made);
+}
+
+void Core::State::Planning::begin_next_step() const {
+  ++state.steps;
+  if (!state.exchanges || !state.exchanges->recording() || !state.order->done()) return;
+  state.exchanges->agree(share_in_stage());
+  state.exchanges->put_into(state.model);
+  state.executor->updates().finish();  // a late update still runs lines of the old plan
+  make();
+}
+
+engine::OrderLearner::ShareText Core::State::Planning::share_in_stage() const {
+  return [&executor = *state.executor](const std::string& label, const std::string& text) {
+    return engine::share_text(label, text, [&](const std::string& name, const std::string& part) {
+      return executor.share(name, part, true);
+    });
+  };
+}
+
 void Core::State::Planning::follow_wires() const {
   const Table& table = state.executor->table();
   if (wires_of(state.config, table, state.steps + 1) == state.planned_wires) return;

@@ -3,6 +3,7 @@
 
 #include "src/engine/watch/observer.h"
 #include "src/plan/cost/pipeline_timeline.h"
+#include "src/plan/step_queries.h"
 
 namespace penstock {
 
@@ -63,18 +64,27 @@ std::optional<Core::State::Observer::Prediction> Core::State::Observer::predict(
              flops.empty() ? work_of(state.model, tokens) : work_of_units(state.model, flops));
   Prediction prediction;
   double root_forward = 0.0;
+  double* compute = nullptr;  // the last compute line, whose time includes its layers' exchanges
   prediction.step_s = timeline.step;
   const std::vector<exec::PlannedStep> planned = executor.prepare(plan);
   for (size_t line = 0; line < planned.size(); ++line) {
     const Step& step = planned[line].step;
     const double seconds = timeline.ranks.front().lines[line];
     if (step.mark == Mark::kBegin || step.mark == Mark::kUse) continue;
-    if (step.op == Op::kForward && !state.unit_events) {  // only the root has a compute event
-      root_forward += seconds;
+    if (is_layer_exchange(step)) {
+      if (compute != nullptr) *compute += seconds;
       continue;
     }
-    prediction.lines[step.is_compute() ? state.driver->text_of(step.op, step.units.front())
-                                       : *planned[line].label.text] = seconds;
+    if (step.op == Op::kForward && !state.unit_events) {  // only the root has a compute event
+      root_forward += seconds;
+      compute = &root_forward;
+      continue;
+    }
+    double& predicted =
+        prediction.lines[step.is_compute() ? state.driver->text_of(step.op, step.units.front())
+                                           : *planned[line].label.text];
+    predicted = seconds;
+    if (step.is_compute()) compute = &predicted;
   }
   if (!state.unit_events) {
     prediction.lines[state.driver->text_of(Op::kForward, 0)] =
