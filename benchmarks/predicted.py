@@ -46,6 +46,7 @@ def parse_options() -> argparse.Namespace:
     add("--batch", type=int, default=8, help="windows of 128 bytes per rank")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=448)
+    add("--heads", type=int, default=8)
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=3, help="of each in a round")
     add("--disk", help="folder of the swap files (default: a temporary one)")
@@ -57,7 +58,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def work(options: argparse.Namespace) -> dict[str, dict]:
-    sizes = GPTConfig(layers=options.layers, width=options.width, heads=options.width // 64)
+    sizes = GPTConfig(layers=options.layers, width=options.width, heads=options.heads)
     torch.manual_seed(0)  # tensor ranks have the same batch
     batch = torch.randint(256, (options.batch, sizes.context + 1))
     folder = pathlib.Path(options.result).parent

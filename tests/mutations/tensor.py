@@ -144,9 +144,23 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "what layers exchange in backward is planned for forward",
         "src/engine/step/layer_exchanges.cpp",
-        "    desc.in_backward = made_[1][unit];\n",
-        "    for (const LayerExchange& one : made_[1][unit]) desc.in_forward.push_back(one);\n",
-        Pytest(("tests/parity/test_layer_exchanges.py", "-k", "plan_has_them and gpt2-zero1")),
+        "    model.units[unit].in_backward = passes_[1].by_unit[unit];\n",
+        "    model.units[unit].in_backward = passes_[0].by_unit[unit];\n",
+        gtest("src/engine/engine_test", "LayerExchanges*"),
+    ),
+    Mutation(
+        "forwards that share a backward are planned as the last one",
+        "src/engine/step/layer_exchanges.cpp",
+        "  if (std::exchange(went_back_, false) || in_stages_) ",
+        "  if (std::exchange(went_back_, true) || in_stages_) ",
+        gtest("src/engine/engine_test", "LayerExchanges*"),
+    ),
+    Mutation(
+        "checks of rules are planned as the model's layers",
+        "src/engine/step/layer_exchanges.cpp",
+        "  if (ignores_) return;\n",
+        "",
+        gtest("src/engine/engine_test", "LayerExchanges*"),
     ),
     Mutation(
         "a sum of layers counts as one way",
