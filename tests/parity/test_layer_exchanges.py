@@ -4,6 +4,7 @@ the plan after step one, with the bytes that are then sent."""
 from __future__ import annotations
 
 import collections
+import math
 import re
 from typing import Any
 
@@ -96,10 +97,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
 def test_the_plan_has_them(case, pools):
     *asked, forward, backward = case
-    world = 1
-    for size in case[2].values():
-        world *= size
-    for told in pools(world).run(exchanged, *asked):
+    for told in pools(math.prod(case[2].values())).run(exchanged, *asked):
         assert told["before"] == []
         assert "exchanges of layers: known after step one" in told["said"]
         for wanted, found in ((forward, told["forward"]), (backward, told["backward"])):
@@ -120,8 +118,9 @@ def test_bytes_are_those_sent(case, pools):
         assert abs(told["sent"] - told["planned"]) < max(SMALL, 0.01 * told["planned"])
 
 
-# Of a rank's half of the tokens, to the other rank: queries and outputs of 4 heads, keys and values
-# of 2. In a ring, keys and values of the rank's tokens.
+# Bytes that a rank sends in a forward of 2 layers. PART: the queries of its tokens, as large as its
+# outputs and twice as large as its keys or its values. With "heads" it sends half of all four; in a
+# ring it sends its keys and its values.
 PART = 16 * LENGTH // 2 * hf.WIDTH * 4
 FORWARD = {"heads": 2 * (2 * PART + 2 * PART // 2) // 2, "ring": 2 * (2 * PART // 2)}
 

@@ -59,10 +59,8 @@ void LayerExchanges::add(Op pass, const comm::Label& label, int computing,
 }
 
 void LayerExchanges::restart() {
-  for (PassExchanges& pass : passes_) {
-    for (std::vector<LayerExchange>& unit : pass.by_unit) unit.clear();
-    std::fill(pass.next.begin(), pass.next.end(), 0);
-  }
+  clear();
+  for (PassExchanges& pass : passes_) std::fill(pass.next.begin(), pass.next.end(), 0);
   recording_ = true;
   off_plan_ = 0;
 }
@@ -83,14 +81,18 @@ std::string LayerExchanges::record_text() const {
 void LayerExchanges::agree(const OrderLearner::ShareText& share) {
   difference_ = first_difference(share("exchanges of step one", record_text()));
   recording_ = false;
-  if (difference_.empty()) return;
+  if (!difference_.empty()) clear();
+}
+
+void LayerExchanges::clear() {
   for (PassExchanges& pass : passes_) {
     for (std::vector<LayerExchange>& unit : pass.by_unit) unit.clear();
   }
 }
 
 void LayerExchanges::put_into(ModelDesc& model) const {
-  for (size_t unit = 0; unit < model.units.size() && !recording_; ++unit) {
+  if (recording_) return;
+  for (size_t unit = 0; unit < model.units.size(); ++unit) {
     model.units[unit].in_forward = passes_[0].by_unit[unit];
     model.units[unit].in_backward = passes_[1].by_unit[unit];
   }

@@ -49,6 +49,7 @@ class LayerExchanges {
   };
   PassExchanges& of(Op pass) { return passes_[pass == Op::kBackward ? 1 : 0]; }
   std::string record_text() const;
+  void clear();  // forgets all exchanges
 
   std::map<const std::string*, int> units_;
   bool in_stages_;
