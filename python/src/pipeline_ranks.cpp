@@ -51,6 +51,7 @@ void bind_pipeline_ranks(py::module_& module) {
                                return pieces;
                              })
       .def("begin", &PipelineRanks::begin, py::arg("num_micro"), py::arg("trains"), no_gil)
+      .def("start", &PipelineRanks::start, py::arg("action"))
       .def(
           "receive",
           [](PipelineRanks& ranks, const StageAction& action) {

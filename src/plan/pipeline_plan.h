@@ -9,6 +9,9 @@
 
 namespace penstock {
 
+// Returns the model with the visits of one stage alone.
+ModelDesc of_stage(const ModelDesc& model, int stage);
+
 // Returns the part of the model that one pipeline rank has. If none of its stages visits a unit,
 // the unit keeps its number and has no flats.
 ModelDesc part(const ModelDesc& model, int num_ranks, int rank);
@@ -17,16 +20,30 @@ ModelDesc part(const ModelDesc& model, int num_ranks, int rank);
 // visit a unit hold its flats. If there are several, each has an addend of the gradient.
 ModelDesc with_holders(ModelDesc model, int num_ranks);
 
-// Returns one plan per pipeline rank. Between two uses in a step, a unit's parameters are in
-// `hold`. So the table decides whether they are gathered once or for each use. If several ranks
-// have a unit, its gradients are summed before the norm, and all these ranks update it.
+// A pipeline rank's plan of one step.
+struct StagePlan {
+  std::vector<Plan> actions;  // of each of its actions, in the order of the schedule
+  Plan update;                // after the last action
+  Plan joined() const;
+};
+
+// Plans the step of one rank. Only the rank's own units and visits are used. An action gathers the
+// units of its stage alone. Between two uses in a step, a unit's parameters are in `hold`, so the
+// table decides whether they are gathered once or for each use. After its last use a unit rests,
+// and its gradient moves to where it is updated.
 //
-// Each send is added together with its receive, which is appended to the peer's plan. So every plan
-// is a projection of one common order. No rank can deadlock, even if a send blocks until its
+// Each send is written together with its receive, which belongs to the peer's next action. So every
+// plan is a projection of one common order. No rank can deadlock, even if a send blocks until its
 // receive begins.
 //
-// Throws ConfigError if a stage has no units, if stages are not computed in order, or if a unit
-// that several pipeline ranks share keeps its gradients on disk.
+// Throws ConfigError if a visit is in none of the schedule's stages.
+StagePlan plan_stages(const Table& table, const ModelDesc& part, const Mesh& mesh,
+                      const Schedule& schedule, int rank);
+
+// Returns the plans of all pipeline ranks. If several ranks have a unit, its gradients are summed
+// before the norm, and all these ranks update it. Throws ConfigError if a stage has no units, if
+// stages are not computed in order, or if a unit that several pipeline ranks share keeps its
+// gradients on disk.
 std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, const Mesh& mesh,
                                 const Schedule& schedule);
 

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "src/plan/refusal.h"
 
 namespace penstock::pipeline_plan_test {
@@ -88,6 +90,57 @@ TEST(Pipeline, GatheredOnce) {
       ++num_gathers;
     EXPECT_EQ(num_gathers, 2U) << text;
   }
+}
+
+// With several stages per rank, an action has lines of its own stage alone. A gradient moves to
+// where it is updated after the last backward of its stage.
+TEST(Pipeline, AnActionHasTheUnitsOfItsStage) {
+  const Table table = preset("zero1", {.accumulate = true});
+  const ModelDesc model = with_holders(blocks(4, 4), 2);
+  const Schedule schedule = make_schedule("interleaved", {2, 2, 2});
+  const StagePlan plan = plan_stages(table, part(model, 2, 0), pipeline_of(2, 2), schedule, 0);
+  const std::vector<Action>& actions = schedule.ranks[0];
+  ASSERT_EQ(plan.actions.size(), actions.size());
+  std::map<int, int> backwards, reductions;  // by stage
+  for (size_t i = 0; i < actions.size(); ++i) {
+    const int stage = actions[i].stage;
+    if (!actions[i].forward) ++backwards[stage];
+    for (const Step& step : plan.actions[i].steps) {
+      if (step.op == Op::kReceive) continue;  // of any later action
+      EXPECT_EQ(step.units, std::vector{stage});
+      if (step.op != Op::kMove || step.role != Role::kGrad) continue;
+      ++reductions[stage];
+      EXPECT_EQ(backwards[stage], 2);
+    }
+  }
+  EXPECT_EQ(reductions, (std::map<int, int>{{0, 1}, {2, 1}}));
+  EXPECT_EQ(plan.joined(), plan_pipeline(table, blocks(4, 4), pipeline_of(2, 2), schedule)[0]);
+}
+
+// Units that enclose others are visited in every stage. A gradient without a visit of its own, and
+// a use without a gradient, need no special plan.
+TEST(Pipeline, RootsAndTilesAreInStages) {
+  ModelDesc model = blocks(3, 3);
+  model.units[0].flats.clear();  // the root
+  model.forward = {{0, Mark::kBegin, 0}, {1, Mark::kWhole, 0}, {0, Mark::kEnd, 0},
+                   {0, Mark::kBegin, 1}, {2, Mark::kWhole, 1}, {0, Mark::kEnd, 1}};
+  model.backward = {{0, Mark::kBegin, 1}, {2, Mark::kUse, 1},   {2, Mark::kGradient, 1},
+                    {0, Mark::kEnd, 1},   {0, Mark::kBegin, 0}, {1, Mark::kGradient, 0},
+                    {0, Mark::kEnd, 0}};
+  const auto plans = plan_pipeline(preset("zero3", {.accumulate = true}), model, pipeline_of(2),
+                                   make_schedule("1f1b", {2, 1, 1}));
+  EXPECT_EQ(plans[1].text(), R"(recv u2 act pipeline(-1) #0
+forward u0 begin #0
+forward u2 #0
+forward u0 end #0
+backward u0 begin #0
+backward u2 use #0
+backward u2 gradient #0
+backward u0 end #0
+send u2 grad pipeline(-1) #0
+norm
+update u2
+)");
 }
 
 TEST(Pipeline, PartsTogetherAreTheModel) {

@@ -40,10 +40,6 @@ class SectionWriter : StepWriter {
         }
         [[fallthrough]];
       case Section::kUpdate:
-        // This runs once per window, when the gradients of all backwards and all stages exist.
-        for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
-          for (const Axis axis : kModelAxes) sum_addends(unit, axis);
-        }
         update();
         break;
     }
@@ -53,39 +49,13 @@ class SectionWriter : StepWriter {
  private:
   void forward(Phase before, Phase after) {
     begin_params(before);
-    for (const auto& [unit, mark, stage] : model_.forward) {
-      settle_param(unit, Phase::kForward);
-      put({.op = Op::kForward, .units = {unit}, .mark = mark});
-      if (mark == Mark::kBegin) continue;
-      exchange(unit, model_.units[unit].in_forward);
-      if (section_ != Section::kEval) move_inputs(unit, Phase::kForward, Phase::kHold);
-      settle_param(unit, after);
-    }
+    StepWriter::forward(model_.forward, section_ != Section::kEval, after);
   }
 
   void backward() {
-    const bool last = section_ == Section::kBackwardLast;
     begin_params(Phase::kHold);
-    std::vector<size_t> last_visit(model_.units.size(), 0);
-    for (size_t i = 0; i < model_.backward.size(); ++i) last_visit[model_.backward[i].unit] = i;
-    for (size_t i = 0; i < model_.backward.size(); ++i) {
-      const auto& [unit, mark, stage] = model_.backward[i];
-      if (mark != Mark::kEnd) move_inputs(unit, Phase::kHold, Phase::kBackward);
-      if (mark != Mark::kGradient) settle_param(unit, Phase::kBackward);
-      put({.op = Op::kBackward, .units = {unit}, .mark = mark});
-      if (mark == Mark::kBegin) continue;
-      if (mark != Mark::kUse) exchange(unit, model_.units[unit].in_backward);
-      // The gradient of a unit that is visited again is summed before the last visit only if it
-      // moves anyway.
-      const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
-      const bool settles = moves_now || i == last_visit[unit];
-      // The sum needs the gradient in memory, so it runs before the gradient is written to disk.
-      if (settles && table_.grads_wait_on_disk()) {
-        for (const Axis axis : kModelAxes) sum_addends(unit, axis);
-      }
-      if (settles) settle_grad(unit, last);
-      settle_param(unit, last && i == last_visit[unit] ? Phase::kRest : Phase::kHold);
-    }
+    StepWriter::backward(model_.backward, std::vector<bool>(model_.units.size(),
+                                                            section_ == Section::kBackwardLast));
   }
 
   const Section section_;

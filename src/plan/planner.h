@@ -19,6 +19,12 @@ enum class Section : uint8_t {
   kUpdateEarly,   // the window ended early: gradients are still in `hold`
 };
 const char* section_name(Section section);
+// Returns whether the section is a training forward or backward. In a pipeline, the plans of the
+// window's actions replace these sections.
+inline bool is_pass(Section section) {
+  return section != Section::kEval && section != Section::kUpdate &&
+         section != Section::kUpdateEarly;
+}
 
 Plan plan_section(const Table& table, const ModelDesc& model, const Mesh& mesh, Section section);
 

@@ -77,19 +77,56 @@ void StepWriter::settle_grad(int unit, bool last) {
     move_grad(unit, Phase::kHold, Phase::kUpdate);
 }
 
-void StepWriter::sum_addends(int unit, Axis axis) {
+void StepWriter::sum_addends(int unit) {
   const std::vector<FlatDesc>& flats = model_.units[unit].flats;
-  const bool any = std::any_of(flats.begin(), flats.end(), [&](const FlatDesc& flat) {
-    return flat.trainable && flat.placement.is_partial(axis);
-  });
-  if (mesh_.size(axis) == 1 || !any) return;
-  put({.op = Op::kSum,
-       .units = {unit},
-       .role = Role::kGrad,
-       .moves = {{.kind = MoveKind::kAllReduce, .axes = {axis}}}});
+  for (const Axis axis : kModelAxes) {
+    const bool any = std::any_of(flats.begin(), flats.end(), [&](const FlatDesc& flat) {
+      return flat.trainable && flat.placement.is_partial(axis);
+    });
+    if (mesh_.size(axis) == 1 || !any) continue;
+    put({.op = Op::kSum,
+         .units = {unit},
+         .role = Role::kGrad,
+         .moves = {{.kind = MoveKind::kAllReduce, .axes = {axis}}}});
+  }
+}
+
+void StepWriter::forward(const std::vector<Visit>& order, bool trains, Phase after) {
+  for (const auto& [unit, mark, stage] : order) {
+    settle_param(unit, Phase::kForward);
+    put({.op = Op::kForward, .units = {unit}, .mark = mark, .micro = micro_});
+    if (mark == Mark::kBegin) continue;
+    exchange(unit, model_.units[unit].in_forward);
+    if (trains) move_inputs(unit, Phase::kForward, Phase::kHold);
+    settle_param(unit, after);
+  }
+}
+
+void StepWriter::backward(const std::vector<Visit>& order, const std::vector<bool>& last) {
+  std::vector<size_t> last_visit(model_.units.size(), 0);
+  for (size_t i = 0; i < order.size(); ++i) last_visit[order[i].unit] = i;
+  for (size_t i = 0; i < order.size(); ++i) {
+    const auto& [unit, mark, stage] = order[i];
+    if (mark != Mark::kEnd) move_inputs(unit, Phase::kHold, Phase::kBackward);
+    if (mark != Mark::kGradient) settle_param(unit, Phase::kBackward);
+    put({.op = Op::kBackward, .units = {unit}, .mark = mark, .micro = micro_});
+    if (mark == Mark::kBegin) continue;
+    if (mark != Mark::kUse) exchange(unit, model_.units[unit].in_backward);
+    // The gradient of a unit that is visited again is summed before the last visit only if it moves
+    // anyway.
+    const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
+    const bool settles = moves_now || i == last_visit[unit];
+    // The sum needs the gradient in memory, so it runs before the gradient is written to disk.
+    if (settles && table_.grads_wait_on_disk()) sum_addends(unit);
+    if (settles) settle_grad(unit, last[unit]);
+    settle_param(unit, last[unit] && i == last_visit[unit] ? Phase::kRest : Phase::kHold);
+  }
 }
 
 void StepWriter::update() {
+  for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
+    sum_addends(unit);
+  }
   put({.op = Op::kNorm});
   for (int unit = 0; unit < num_units(); ++unit) {
     if (!trains(unit)) continue;

@@ -79,6 +79,7 @@ class _Stage:
 
     def __init__(self, engine: Any, action: Any, micro: Micro, loss_of: LossOf | None) -> None:
         self._engine, self._ranks = engine, engine._pipeline.ranks
+        self._ranks.start(action)
         self.loss: torch.Tensor | None = None
         given = Handed(*self._ranks.receive(action)) if action.stage > 0 else None
         made, self._leaves = engine._pipeline.run(
@@ -97,6 +98,7 @@ class _Stage:
         self._ranks.send(action, made.text, [one.detach() for one in made.tensors])
 
     def backward(self, action: Any) -> None:
+        self._ranks.start(action)
         if self.loss is not None:
             self._engine.backward(self.loss)
         else:

@@ -96,6 +96,7 @@ std::vector<at::Tensor> PipelineRunner::evaluate(int num_micro,
 
 std::unique_ptr<PipelineRunner::StagePass> PipelineRunner::forward(
     const StageAction& action, const std::function<at::Tensor(int)>& loss_of, const Run& run) {
+  ranks_.start(action);
   auto pass = std::make_unique<StagePass>(StagePass{.action = action, .begun = action.stage == 0});
   if (action.stage > 0) pass->given = ranks_.receive(action);
   pass_ = pass.get();
@@ -139,6 +140,7 @@ std::unique_ptr<PipelineRunner::StagePass> PipelineRunner::forward(
 }
 
 void PipelineRunner::backward(const StageAction& action, StagePass& pass) {
+  ranks_.start(action);
   std::vector<at::Tensor> roots, gradients;
   if (pass.loss.defined()) {
     roots = {pass.loss};

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "src/engine/mesh/stage_lanes.h"
+#include "src/engine/mesh/stage_window.h"
 #include "src/engine/mesh/tensor_ranks.h"
 #include "src/exec/flat.h"
 #include "src/parallel/tensor_operators.h"
@@ -87,6 +88,7 @@ struct ModelRanks {
   std::optional<TensorAxis> tensor;      // mesh.tensor > 1
   std::optional<SequenceAxis> sequence;  // mesh.sequence > 1
   std::optional<StageLanes> stages;      // mesh.pipeline > 1
+  std::optional<StageWindow> window;     // mesh.pipeline > 1
 
   void set_step(int64_t step);
   void record(const std::shared_ptr<trace::Recorder>& recorder);

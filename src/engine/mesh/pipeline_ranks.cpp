@@ -6,6 +6,7 @@
 #include "src/base/text.h"
 #include "src/engine/step/backward_end.h"
 #include "src/engine/step/core_state.h"
+#include "src/engine/step/planning.h"
 
 namespace penstock {
 
@@ -23,10 +24,8 @@ const std::vector<StagePiece>& PipelineRanks::pieces() const {
 
 std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
   state_->check_open("train_batch");
-  std::vector<StageAction> actions;
-  for (const Action& one : state_->model_ranks.stages->begin(num_micro, trains)) {
-    actions.push_back({one.stage, one.forward, one.micro});
-  }
+  const Schedule schedule = state_->model_ranks.window->schedule(num_micro, trains);
+  state_->model_ranks.stages->begin(schedule);
   if (trains && state_->window->seen() > 0 && !state_->window->armed()) {
     const int64_t seen = state_->window->seen();
     throw RuntimeFault(
@@ -36,7 +35,16 @@ std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
                "call step(True), which averages over those ",
                seen, ", or zero_grad()"));
   }
+  Core::State::Planning{*state_}.begin_window(schedule, trains);
+  std::vector<StageAction> actions;
+  for (const Action& one : schedule.ranks[static_cast<size_t>(index())]) {
+    actions.push_back({one.stage, one.forward, one.micro});
+  }
   return actions;
+}
+
+void PipelineRanks::start(const StageAction& action) {
+  state_->model_ranks.window->start({action.stage, action.forward, action.micro});
 }
 
 StageMessage PipelineRanks::receive(const StageAction& action) {
@@ -65,6 +73,9 @@ void PipelineRanks::bring_buffers() {
   });
 }
 
-void PipelineRanks::end() { state_->model_ranks.stages->end(); }
+void PipelineRanks::end() {
+  state_->model_ranks.stages->end();
+  state_->model_ranks.window->end();
+}
 
 }  // namespace penstock

@@ -56,6 +56,9 @@ class PENSTOCK_API PipelineRanks {
   // not allow this number of micro-batches. Throws RuntimeFault if the previous window was cut
   // short or not applied.
   std::vector<StageAction> begin(int num_micro, bool trains);
+  // Must be called before each action's forward or backward, in the order of begin(). Throws
+  // RuntimeFault if another action is next.
+  void start(const StageAction& action);
   // Waits for the message that `action` needs. It comes from the previous stage or, for a backward,
   // from the next stage. Throws RuntimeFault if the peer is gone.
   StageMessage receive(const StageAction& action);

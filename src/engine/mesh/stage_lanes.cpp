@@ -34,14 +34,8 @@ void put_in(const at::Tensor& buffer, const at::Tensor& values) {
 }  // namespace
 
 StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& members,
-                       const Stages& stages, const ParallelConfig& config,
-                       const device::Device& computes)
-    : group_(group),
-      members_(members),
-      computes_(computes),
-      num_stages_(stages.count),
-      virtual_stages_(config.virtual_stages),
-      schedule_(config.schedule) {
+                       const Stages& stages, const device::Device& computes)
+    : group_(group), members_(members), computes_(computes), num_stages_(stages.count) {
   for (const StageModule& piece : stages.pieces) pieces_.push_back({piece.module, piece.stage});
   connect(!computes.is_host() && group->device_groups());
 }
@@ -54,7 +48,7 @@ void StageLanes::connect(bool one_lane_for_both) {
   const auto way = [&](int from, int to, const char* name, StageLane* lane) {
     const std::vector<int>& ranks = members_.ranks;
     const int hop = name == kForward ? 1 : -1;
-    const bool is_used = to == from + hop || virtual_stages_ > 1;  // not around the ends
+    const bool is_used = to == from + hop || num_stages_ > size;  // not around the ends
     const device::Device& where = is_used ? computes_ : device::Device::host();
     const int sender = ranks[static_cast<size_t>(from)], receiver = ranks[static_cast<size_t>(to)];
     return std::unique_ptr<Way>(
@@ -87,16 +81,6 @@ void StageLanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
   }
 }
 
-// An evaluation uses the forwards of the schedule "gpipe".
-Schedule StageLanes::schedule_of(int num_micro, bool trains) const {
-  const PipelineShape shape{members_.size(), virtual_stages_, num_micro};
-  Schedule schedule = make_schedule(trains ? schedule_ : "gpipe", shape);
-  for (std::vector<Action>& actions : schedule.ranks) {
-    if (!trains) std::erase_if(actions, [](const Action& action) { return !action.forward; });
-  }
-  return schedule;
-}
-
 // Posts the lane's next receive. Returns whether there is one before the next send.
 bool StageLanes::post(StageLane& lane) {
   if (lane.expected.empty() || lane.expected.front().way->sends) return false;
@@ -113,15 +97,15 @@ bool StageLanes::post(StageLane& lane) {
   return true;
 }
 
-std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
+void StageLanes::begin(const Schedule& schedule) {
   if (open_) {
     throw RuntimeFault(
         "[engine::train_batch] the previous batch was cut short by an error, and messages between "
         "stages are still in flight. close() this engine");
   }
-  const Schedule schedule = schedule_of(num_micro, trains);
   const int size = members_.size(), index = members_.index;
   open_ = true;
+  num_sent_ = bytes_sent_ = 0;
   sent_.clear();
   arriving_.clear();
   for (StageLane& lane : lanes_) lane.expected.clear();
@@ -134,7 +118,6 @@ std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
     if (made.stage % size == index) expect(sends(made.forward), needs);
     if (needs.stage % size == index) expect(receives(made.forward), needs);
   }
-  return schedule.ranks[static_cast<size_t>(index)];
 }
 
 // See [Note: No deadlock] for the order of the posted receives.
@@ -164,6 +147,11 @@ void StageLanes::send(const Action& action, parallel::TensorMessage made) {
   PENSTOCK_ASSERT(!lane.expected.empty() && lane.expected.front().needs == needs,
                   concat("the message for ", needs.text(), " is not next"));
   lane.expected.pop_front();
+  ++num_sent_;
+  bytes_sent_ += static_cast<int64_t>(made.text.size());
+  for (const at::Tensor& tensor : made.tensors) {
+    if (tensor.defined()) bytes_sent_ += static_cast<int64_t>(tensor.nbytes());
+  }
   const comm::Label label = label_of(needs);
   const trace::AtLine at(label.text);
   sent_.push_back(lane.lane.submit([&way, label, step = step_, message = std::move(made)] {

@@ -32,7 +32,7 @@ class StageLanes {
  public:
   // [pipeline] `members`: the ranks of this rank's pipeline. `computes` must outlive this object.
   StageLanes(const std::shared_ptr<Group>& group, const Members& members, const Stages& stages,
-             const ParallelConfig& config, const device::Device& computes);
+             const device::Device& computes);
 
   int index() const { return members_.index; }
   int count() const { return members_.size(); }
@@ -41,10 +41,13 @@ class StageLanes {
 
   void set_step(int64_t step) { step_ = step; }
   void record(const std::shared_ptr<trace::Recorder>& recorder);
-  std::vector<Action> begin(int num_micro, bool trains);
+  // Throws RuntimeFault if messages of the previous window are still in flight.
+  void begin(const Schedule& schedule);
   parallel::TensorMessage receive(const Action& action);
   void send(const Action& action, parallel::TensorMessage made);
   void end();
+  // Returns the mean size of the messages that this rank sent in the last window.
+  int64_t message_bytes() const { return num_sent_ > 0 ? bytes_sent_ / num_sent_ : 0; }
   // Returns whether a window began and has not ended.
   bool open() const { return open_; }
   // See PipelineRanks::set_buffers() and bring_buffers().
@@ -80,19 +83,18 @@ class StageLanes {
   Way& sends(bool forward) const { return forward ? *sends_forward_ : *sends_backward_; }
   Way& receives(bool forward) const { return forward ? *receives_forward_ : *receives_backward_; }
   bool post(StageLane& lane);
-  Schedule schedule_of(int num_micro, bool trains) const;
 
   const std::shared_ptr<Group> group_;
   const Members members_;
   const device::Device& computes_;
-  const int num_stages_, virtual_stages_;
-  const std::string schedule_;
+  const int num_stages_;
   std::vector<StagePiece> pieces_;
   std::vector<StageBuffer> buffers_;
   int64_t step_ = 1;
   bool open_ = false;
   std::map<Action, std::shared_ptr<Arriving>> arriving_;
   std::vector<device::Fence> sent_;
+  int64_t num_sent_ = 0, bytes_sent_ = 0;  // in the last window
   std::unique_ptr<Way> receives_forward_, sends_forward_, receives_backward_, sends_backward_;
   std::deque<StageLane> lanes_;
 };

@@ -220,7 +220,7 @@ Json Core::State::Checkpointing::numbers() const {
 
 Json Core::State::Checkpointing::about() const {
   std::string plans;
-  for (const Section section : kSections) plans += state.driver->plan(section).text();
+  for (const Section section : kSections) plans += state.driver->plan({section}).text();
   return {{"penstock", PENSTOCK_VERSION},        {"torch", TORCH_VERSION},
           {"strategy", state.config.strategy},   {"mesh", state.executor->mesh().text()},
           {"plan", ckpt::hex(hash_text(plans))}, {"config", Json::parse(state.config.json())}};

@@ -175,11 +175,20 @@ void Core::zero_grad(bool set_to_none) {
 int64_t Core::steps() const { return state_->steps; }
 
 std::string Core::plan_text(const std::string& section) const {
-  return state_->driver->plan(section_named(section)).text();
+  if (section == "window") {
+    if (!state_->model_ranks.window) {
+      throw ConfigError("[engine::plan_text] only a pipeline has a plan of the window");
+    }
+    return State::Planning{*state_}.window_text();
+  }
+  return state_->driver->plan({section_named(section)}).text();
 }
 
 void Core::set_plan_text(const std::string& section, const std::string& text) {
-  state_->driver->set_plan(section_named(section), parse_plan(text));
+  if (state_->model_ranks.stages) {
+    throw ConfigError("[engine::set_plan_text] stages run the plans of a window's actions");
+  }
+  state_->driver->set_plan({section_named(section)}, parse_plan(text));
 }
 
 void Core::set_groups(const std::vector<int>& group_of_param) {

@@ -193,7 +193,8 @@ void connect(engine::ModelRanks& ranks, const Config& config, const std::shared_
   if (const Members members = sequence_ranks(config, group->rank()); members.size() > 1)
     ranks.sequence.emplace(members, peers);
   if (config.mesh.pipeline > 1) {
-    ranks.stages.emplace(group, groups.pipeline(), blueprint.stages, config.parallel, computes);
+    ranks.stages.emplace(group, groups.pipeline(), blueprint.stages, computes);
+    ranks.window.emplace(groups.pipeline(), blueprint.stages, blueprint.specs, config.parallel);
   }
 }
 

@@ -144,7 +144,8 @@ void Core::State::forward_begin(bool grad_enabled) {
   }
   executor->activations().begin_forward();
   border->look_at_params();
-  driver->begin(grad_enabled ? Section::kForward : Section::kEval);
+  const Section section = grad_enabled ? Section::kForward : Section::kEval;
+  driver->begin(section, Planning{*this}.action_of(section));
   if (grad_enabled) {
     tiled->follow_freezing();
     for (engine::GradientHook& hook : hooks) hook.follow();
@@ -196,6 +197,7 @@ bool Core::State::returns_to_units() {
 }
 
 void Core::State::unit_begin(int unit) {
+  if (model_ranks.window && !model_ranks.window->computes(unit)) return;
   const engine::GraphPlace here = progress[unit].began = engine::now();
   if (engine::in_backward()) return backward_enter(unit, here, engine::in_graph());
   // A layer that is used twice in a forward becomes a spanning unit, which stays whole for the
@@ -214,6 +216,7 @@ void Core::State::unit_again(int unit) {
 }
 
 void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
+  if (model_ranks.window && !model_ranks.window->computes(unit)) return;
   const bool reads_none = !model.units[unit].block && engine::only_looked_up(outputs);
   if (unit == 0 || (unit_events && !reads_none)) {
     const auto reached = [weak = weak_from_this(), unit,
@@ -319,7 +322,7 @@ void Core::State::start_backward(bool in_autograd) {
     if (exchanges) exchanges->put_into(model);
     Planning{*this}.make();
   }
-  driver->begin(section);
+  driver->begin(section, Planning{*this}.action_of(section));
   for (size_t unit = 0; unit < progress.size(); ++unit) {
     Progress& own = progress[unit];
     own.entered.reset();

@@ -30,13 +30,21 @@ bool is_backward(Section section) {
   return section == Section::kBackward || section == Section::kBackwardLast;
 }
 
+// Returns the name of the plan that runs. The actions of a window have one plan per direction.
+PlanName name_of(Section section, int action) {
+  if (action == kNoAction || section == Section::kEval) return {section, action};
+  return {is_backward(section) ? Section::kBackward : Section::kForward, action};
+}
+
 bool moves_gradients(const Step& step) { return step.op == Op::kMove && step.role == Role::kGrad; }
 // A `sum` line is queued with the gradient moves.
 bool sums_gradients(const Step& step) { return step.op == Op::kSum; }
 
-// Layers make their exchanges themselves.
+// Layers make their exchanges themselves, and StageLanes has the messages between stages.
+bool runs_elsewhere(const Step& step) { return is_layer_exchange(step) || is_transfer(step); }
+
 bool exchanges_data(const Step& step) {
-  if (is_layer_exchange(step)) return false;
+  if (runs_elsewhere(step)) return false;
   return step.op == Op::kSum || step.op == Op::kNorm ||
          std::any_of(step.moves.begin(), step.moves.end(),
                      [](const auto& move) { return move.is_collective(); });
@@ -62,21 +70,21 @@ Driver::Driver(exec::Executor& executor)
   late_.assign(num_units, false);
 }
 
-void Driver::set_plan(Section section, const Plan& plan) {
+void Driver::set_plan(const PlanName& name, const Plan& plan) {
   PENSTOCK_ASSERT(!running_, "[engine::Driver::set_plan] a section is running");
-  plans_[section] = executor_.prepare(plan);
+  plans_[name] = executor_.prepare(plan);
 }
 
-Plan Driver::plan(Section section) const {
+Plan Driver::plan(const PlanName& name) const {
   Plan plan;
-  for (const exec::PlannedStep& planned : plans_.at(section)) plan.steps.push_back(planned.step);
+  for (const exec::PlannedStep& planned : plans_.at(name)) plan.steps.push_back(planned.step);
   return plan;
 }
 
-void Driver::begin(Section section) {
+void Driver::begin(Section section, int action) {
   if (running_) finish();
   if (section == Section::kForward && carries_) section = Section::kForwardNext;
-  steps_ = &plans_.at(section);
+  steps_ = &plans_.at(name_of(section, action));
   section_ = section;
   next_ = 0;
   running_ = true;
@@ -261,7 +269,7 @@ void Driver::run_moves() {
 
 void Driver::run(const exec::PlannedStep& planned) {
   const Step& step = planned.step;
-  if (is_layer_exchange(step)) return;
+  if (runs_elsewhere(step)) return;
   if ((moves_gradients(step) && !is_forward(section_)) || sums_gradients(step)) {
     owed_.push_back(&planned);
     pump();
@@ -298,10 +306,10 @@ void Driver::finish() {
   run_to(steps_->size());
   pump();
   // Later moves of the section may return a gradient to the place where backwards leave it. So only
-  // now is it known which gradients are late.
+  // now is it known which gradients are late. In a pipeline these may be of all stages of the rank.
   if (is_backward(section_)) {
     std::fill(late_.begin(), late_.end(), false);
-    for (const exec::PlannedStep& planned : *steps_) {
+    for (const exec::PlannedStep& planned : plans_.at({section_})) {
       if (!moves_gradients(planned.step)) continue;
       const bool away = executor_.gradients().takes_away(planned.step.moves);
       for (const int unit : planned.step.units) {
@@ -338,7 +346,7 @@ void Driver::move_late(const std::vector<bool>& late, Section backward) {
       executor_.gradients().run(planned, true);
     }
   };
-  for (const exec::PlannedStep& planned : plans_.at(backward)) again(planned);
+  for (const exec::PlannedStep& planned : plans_.at({backward})) again(planned);
   if (!running_) return;
   for (size_t i = 0; i < next_; ++i) again((*steps_)[i]);  // the update's lines before the norm
 }

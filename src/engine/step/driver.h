@@ -10,6 +10,7 @@
 // release). The results are the same, but the moves do not start early. If only some ranks have
 // such an event, their collectives do not match, and the timeout error names both collectives.
 #include <array>
+#include <compare>
 #include <deque>
 #include <map>
 #include <optional>
@@ -20,14 +21,25 @@
 
 namespace penstock::engine {
 
+inline constexpr int kNoAction = -1;
+
+// A section's plan, or one of the plans that replace it in a pipeline: of an action of a window
+// (under kForward or kBackward, with the action's number), or of a stage's forward in an evaluation
+// (under kEval, with the stage).
+struct PlanName {
+  Section section;
+  int action = kNoAction;
+  auto operator<=>(const PlanName&) const = default;
+};
+
 class Driver {
  public:
   explicit Driver(exec::Executor& executor);
 
-  void set_plan(Section section, const Plan& plan);
+  void set_plan(const PlanName& name, const Plan& plan);
   // Begins the next section of the window. Finishes the previous section if an exception cut it
-  // short.
-  void begin(Section section);
+  // short. `action`: see PlanName.
+  void begin(Section section, int action = kNoAction);
   // Must be called when a unit starts to compute. The unit's parameters are whole on return.
   void enter(Op op, int unit);
   // Must be called when the unit's forward has ended or its gradients are complete.
@@ -60,7 +72,7 @@ class Driver {
   std::optional<Section> section() const {
     return running_ ? std::optional(section_) : std::nullopt;
   }
-  Plan plan(Section section) const;
+  Plan plan(const PlanName& name) const;
   int64_t off_plan_events() const { return off_plan_; }
   // Returns the text of a unit's forward or backward in timeline events.
   const std::string& text_of(Op op, int unit) const {
@@ -87,7 +99,7 @@ class Driver {
       computes_;                   // texts of forward and backward events, by unit
   std::vector<int64_t> began_ns_;  // by unit: time of enter(); 0: not entered
   int64_t backward_ns_ = 0;        // time when the last unit of this backward ended
-  std::map<Section, std::vector<exec::PlannedStep>> plans_;
+  std::map<PlanName, std::vector<exec::PlannedStep>> plans_;
   const std::vector<exec::PlannedStep>* steps_ = nullptr;
   Section section_ = Section::kForward;
   size_t next_ = 0;

@@ -2,7 +2,10 @@
 // Planning: makes the plans of a core's sections. New plans follow when the order of the units is
 // known, when step one has shown what layers exchange, and when the next step has other wires
 // (comm.exact_first, comm.exact_every). Used like Core::State.
+#include <string>
+
 #include "src/engine/step/core_state.h"
+#include "src/plan/pipeline_plan.h"
 
 namespace penstock {
 
@@ -11,6 +14,14 @@ struct Core::State::Planning {
   void make() const;
   // Returns the section's plan, with the table's wires also if step `steps + 1` is exact.
   Plan plan(Section section) const;
+  // Begins a window of a pipeline, and plans its actions if the last window had others.
+  void begin_window(const Schedule& schedule, bool trains) const;
+  // Returns the PlanName::action of a section that begins.
+  int action_of(Section section) const;
+  // Returns the text of this rank's plan of a pipeline's window of `batch.accumulate`
+  // micro-batches, with the table's wires. If the schedule does not allow this number, returns the
+  // reason as a comment line.
+  std::string window_text() const;
   // Between steps: makes new plans if step `steps + 1` has other wires than the plans.
   void follow_wires() const;
 
@@ -25,6 +36,11 @@ struct Core::State::Planning {
   engine::OrderLearner::ShareText share_in_stage() const;
 
   State& state;
+
+ private:
+  // Returns the plans of the actions of a schedule. `table`: with the wires of the step.
+  StagePlan plan_actions(const Table& table, const Schedule& schedule) const;
+  void make_actions() const;
 };
 
 }  // namespace penstock

@@ -125,8 +125,10 @@ void Core::State::Observer::describe() {
                       {"host", predicted.host},          {"disk", predicted.disk},
                       {"exchanges", predicted.exchanges}};
   for (const Section section : kSections) {
+    if (state.model_ranks.window && is_pass(section)) continue;
     out["plan"][section_name(section)] = Planning{state}.plan(section).text();
   }
+  if (state.model_ranks.window) out["plan"]["window"] = Planning{state}.window_text();
   if (const auto seconds = predict()) {
     out["predicted"]["step_s"] = seconds->step_s;
     out["machine"] = state.config.monitor.machine;

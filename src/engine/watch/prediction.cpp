@@ -55,7 +55,7 @@ std::optional<Core::State::Observer::Prediction> Core::State::Observer::predict(
   if (flops.empty() && tokens == 0.0) return {};
   Plan plan;
   for (const Section section : sections_of(micro_batches)) {
-    const Plan one = state.driver->plan(section);
+    const Plan one = state.driver->plan({section});
     plan.steps.insert(plan.steps.end(), one.steps.begin(), one.steps.end());
   }
   const exec::Executor& executor = *state.executor;

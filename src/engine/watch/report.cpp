@@ -88,12 +88,18 @@ std::string Report::explain() const {
   out += concat("units read outside their module: ", state_->order->spanning().size(),
                 "\nevents off plan so far: ", state_->driver->off_plan_events(), "\n");
   if (state_->exchanges) out += state_->exchanges->text();
+  if (state_->model.boundary_bytes > 0) {
+    out += concat("messages to other stages, mean of the last step: ", state_->model.boundary_bytes,
+                  " bytes\n");
+  }
   if (has_exact_steps(state_->config.comm)) {
     out += "exact steps (comm.exact_first, comm.exact_every) have plain wires in this plan\n";
   }
+  const Core::State::Planning planning{*state_};
+  if (state_->model_ranks.window) out += concat("plan window\n", planning.window_text());
   for (const Section section : kSections) {
-    out += concat("plan ", section_name(section), "\n",
-                  Core::State::Planning{*state_}.plan(section).text());
+    if (state_->model_ranks.window && is_pass(section)) continue;
+    out += concat("plan ", section_name(section), "\n", planning.plan(section).text());
   }
   return out;
 }

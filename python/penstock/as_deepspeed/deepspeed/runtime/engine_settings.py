@@ -210,6 +210,11 @@ class EngineSettings:
         return self._of_groups("momentum" if by_momentum else "betas")
 
     @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The modules whose gradients are sparse: none, because sparse gradients are refused."""
+        return set()
+
+    @property
     def cur_scale(self) -> float:
         return float(self.native.loss_scale)
 
