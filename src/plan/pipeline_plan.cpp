@@ -81,11 +81,18 @@ void check_shared(const ModelDesc& model, int num_ranks, const Table& table) {
   }
 }
 
-// Returns the unit that computes first. A unit that begins with others inside computes at its end.
-int first_unit(const std::vector<Visit>& visits) {
-  const auto first = std::find_if(visits.begin(), visits.end(),
-                                  [](const Visit& visit) { return visit.mark != Mark::kBegin; });
-  return first->unit;
+// Returns the first or the last unit of a stage's forward. A unit with others inside is left out if
+// there is another.
+int end_of(const std::vector<Visit>& visits, bool first) {
+  const auto computes = [](const Visit& visit) {
+    return visit.mark != Mark::kBegin && visit.mark != Mark::kEnd;
+  };
+  if (first) {
+    const auto found = std::find_if(visits.begin(), visits.end(), computes);
+    return (found == visits.end() ? visits.front() : *found).unit;
+  }
+  const auto found = std::find_if(visits.rbegin(), visits.rend(), computes);
+  return (found == visits.rend() ? visits.back() : *found).unit;
 }
 
 // Writes the plan of one rank, one action of the schedule at a time.
@@ -143,10 +150,11 @@ class StageWriter : StepWriter {
     for (const int unit : units) backwards_[unit] += by;
   }
 
-  // Writes the send or the receive of what an action made.
+  // Writes the send or the receive of what an action made, with the unit of `stage` at which it
+  // leaves or arrives.
   void transfer(Op op, const Action& made, int stage, int hop) {
     put({.op = op,
-         .units = {first_unit((made.forward ? forward_ : backward_)[stage])},
+         .units = {end_of(forward_[stage], (op == Op::kReceive) == made.forward)},
          .role = made.forward ? Role::kAct : Role::kGrad,
          .micro = made.micro,
          .hop = hop});

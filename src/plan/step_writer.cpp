@@ -5,6 +5,18 @@
 
 namespace penstock {
 
+namespace {
+
+// Returns the index of each unit's last visit. A unit that begins in one stage of a pipeline and
+// ends in another one has only one of these visits in a pass.
+std::vector<size_t> last_visits(const std::vector<Visit>& order, size_t num_units) {
+  std::vector<size_t> last(num_units, 0);
+  for (size_t i = 0; i < order.size(); ++i) last[static_cast<size_t>(order[i].unit)] = i;
+  return last;
+}
+
+}  // namespace
+
 StepWriter::StepWriter(const Table& table, const ModelDesc& model, const Mesh& mesh)
     : table_(table.on(mesh)), model_(model), mesh_(mesh), publish_(table_.publish()) {}
 
@@ -92,10 +104,12 @@ void StepWriter::sum_addends(int unit) {
 }
 
 void StepWriter::forward(const std::vector<Visit>& order, bool trains, Phase after) {
-  for (const auto& [unit, mark, stage] : order) {
+  const std::vector<size_t> last_visit = last_visits(order, model_.units.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    const auto& [unit, mark, stage] = order[i];
     settle_param(unit, Phase::kForward);
     put({.op = Op::kForward, .units = {unit}, .mark = mark, .micro = micro_});
-    if (mark == Mark::kBegin) continue;
+    if (mark == Mark::kBegin && i != last_visit[unit]) continue;
     exchange(unit, model_.units[unit].in_forward);
     if (trains) move_inputs(unit, Phase::kForward, Phase::kHold);
     settle_param(unit, after);
@@ -103,14 +117,13 @@ void StepWriter::forward(const std::vector<Visit>& order, bool trains, Phase aft
 }
 
 void StepWriter::backward(const std::vector<Visit>& order, const std::vector<bool>& last) {
-  std::vector<size_t> last_visit(model_.units.size(), 0);
-  for (size_t i = 0; i < order.size(); ++i) last_visit[order[i].unit] = i;
+  const std::vector<size_t> last_visit = last_visits(order, model_.units.size());
   for (size_t i = 0; i < order.size(); ++i) {
     const auto& [unit, mark, stage] = order[i];
     if (mark != Mark::kEnd) move_inputs(unit, Phase::kHold, Phase::kBackward);
     if (mark != Mark::kGradient) settle_param(unit, Phase::kBackward);
     put({.op = Op::kBackward, .units = {unit}, .mark = mark, .micro = micro_});
-    if (mark == Mark::kBegin) continue;
+    if (mark == Mark::kBegin && i != last_visit[unit]) continue;
     if (mark != Mark::kUse) exchange(unit, model_.units[unit].in_backward);
     // The gradient of a unit that is visited again is summed before the last visit only if it moves
     // anyway.

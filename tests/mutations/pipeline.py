@@ -16,6 +16,9 @@ FRONT, WINDOW = (
 )
 
 TRAINS = Pytest(("tests/parity/test_pipeline.py", "-k", "two_stages and zero2"))
+HELD_ONCE = Pytest(
+    ("tests/parity/test_pipeline.py", "-k", "held_parameters_are_gathered_once and interleaved")
+)
 MESHES = Pytest(("tests/parity/test_pipeline.py", "-k", "test_trains and zero1"))
 
 
@@ -30,10 +33,38 @@ def state(story: str) -> Pytest:
 OVER_STAGES = [
     Mutation(
         "gradients of tied weights are not added up",
-        "src/plan/planner.cpp",
-        "          for (const Axis axis : kModelAxes) sum_addends(unit, axis);\n",
-        "          sum_addends(unit, Axis::kTensor);\n",
+        "src/plan/step_writer.cpp",
+        "  for (const Axis axis : kModelAxes) {\n    const bool any",
+        "  for (const Axis axis : {Axis::kTensor}) {\n    const bool any",
         TRAINS,
+    ),
+    Mutation(
+        "actions of one stage gather the units of all stages of the rank",
+        "src/engine/mesh/stage_window.cpp",
+        " && !contains(stages_of_[unit], stage)) continue;\n",
+        " && stages_of_[unit].empty()) continue;\n",
+        HELD_ONCE,
+    ),
+    Mutation(
+        "modules of another stage, which return stand-ins, gather their units",
+        "src/engine/mesh/stage_window.cpp",
+        "  return contains(stages_of_[static_cast<size_t>(unit)], actions_[begun_ - 1].stage);\n",
+        "  return true;\n",
+        HELD_ONCE,
+    ),
+    Mutation(
+        "an action runs the plan of the action before it",
+        "src/engine/mesh/stage_window.cpp",
+        "  return Place{static_cast<int>(begun_) - 1, action.stage, trains_};\n",
+        "  return Place{std::max(0, static_cast<int>(begun_) - 2), action.stage, trains_};\n",
+        gtest("src/engine/engine_test", "StageWindow*"),
+    ),
+    Mutation(
+        "a stage's gradients are reduced in each backward",
+        "src/plan/pipeline_plan.cpp",
+        "last.push_back(backwards == 0);",
+        "last.push_back(backwards >= 0);",
+        gtest("src/plan/plan_test", "Pipeline.*"),
     ),
     Mutation(
         "the norm counts tied weights once a stage",
