@@ -1,6 +1,6 @@
 """Seconds of a step as the simulator predicts them on a machine that `penstock bench` has measured,
-beside those that a step takes: a GPT on two ranks, ddp, ZeRO-1/2/3, host and disk tiers, and two
-tensor ranks.
+beside those that a step takes: a GPT on two ranks, ddp, ZeRO-1/2/3, host and disk tiers, two tensor
+ranks, and two stages of a pipeline under three schedules (four micro-batches).
 
     python benchmarks/predicted.py [--rounds 5] [--machine machine.json] [--json FILE]
 
@@ -39,6 +39,12 @@ CASES = {
 }
 
 
+MICRO_BATCHES = 4
+for schedule in ("gpipe", "1f1b", "interleaved"):
+    stages = {"schedule": schedule, "virtual_stages": 2 if schedule == "interleaved" else 1}
+    CASES[schedule] = {"strategy": "ddp", "mesh": {"pipeline": 2}, "parallel": stages}
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -51,6 +57,7 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, default=3, help="of each in a round")
     add("--disk", help="folder of the swap files (default: a temporary one)")
     add("--machine", help="file of penstock bench")
+    add("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     add("--json", help="file for all figures")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     add("--result", help=argparse.SUPPRESS)
@@ -63,15 +70,21 @@ def work(options: argparse.Namespace) -> dict[str, dict]:
     batch = torch.randint(256, (options.batch, sizes.context + 1))
     folder = pathlib.Path(options.result).parent
     engines = {}
-    for name, case in CASES.items():
+    for name in options.cases:
+        case = CASES[name]
         torch.manual_seed(0)
-        config = {**case, "clip": 1.0, "batch": {"micro": options.batch}}
+        count = MICRO_BATCHES if "pipeline" in case.get("mesh", {}) else 1
+        sizes_of = {"micro": options.batch // count, "accumulate": count}
+        config = {**case, "clip": 1.0, "batch": sizes_of}
         config["monitor"] = {"path": str(folder / name), "machine": options.machine}
         if "disk" in name:
             config["offload"] = {**case["offload"], "path": options.disk or str(folder)}
         engines[name] = penstock.initialize(GPT(sizes), config)
 
     def step(engine: penstock.Engine) -> None:
+        if engine.config.mesh.pipeline > 1:
+            engine.train_batch((batch[:, :-1], batch[:, 1:]))
+            return
         engine.backward(engine(batch[:, :-1], batch[:, 1:]))
         engine.step()
 

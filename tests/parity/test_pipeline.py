@@ -3,6 +3,8 @@ process, for every strategy."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pipeline_models as models
@@ -136,3 +138,62 @@ def test_held_parameters_are_gathered_once_a_step(mesh, config, stages, pools):
 
     assert further(config) == 3 * stages
     assert further(config | HELD) == stages
+
+
+def watched(settings: dict[str, Any], path: str) -> dict[str, Any]:
+    """Explain text, run.json and the predicted lines of a run of four steps, on rank 0."""
+    import pathlib  # noqa: PLC0415
+
+    import penstock  # noqa: PLC0415
+    from penstock.monitor import predicted, run  # noqa: PLC0415
+
+    folder = pathlib.Path(path)
+    monitor = {"path": str(folder / "run"), "machine": str(folder / "machine.json")}
+    engine = penstock.initialize(models.build(), settings | {"monitor": monitor})
+    for step in range(4):
+        if step == 2:
+            engine.trace(folder / "run" / "trace.json", 2)
+        engine.train_batch(models.batch(step, engine.data_rank, 4))
+    told: dict[str, Any] = {"explain": engine.explain()}
+    try:
+        engine._core.set_plan_text("forward", "")
+    except penstock.ConfigError as error:
+        told["refused"] = str(error)
+    engine.close()
+    if torch.distributed.get_rank() > 0:
+        return told
+    found = run.read(folder / "run")
+    lines = {line.name: line.predicted for line in predicted.lines(found.trace)}
+    return told | {"about": found.about, "lines": lines}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize(
+    "schedule", [{"schedule": "gpipe"}, {"schedule": "1f1b"}, INTERLEAVED["parallel"]], ids=str
+)
+def test_the_window_is_planned_and_predicted(strategy, schedule, pools, tmp_path):
+    stages = 2 if "virtual_stages" in schedule else 1
+    settings = {
+        "strategy": strategy,
+        "mesh": {"pipeline": 2},
+        "parallel": schedule,
+        "batch": {"accumulate": 4},
+    }
+    machine = {"flops": 1e10, "local": 1e9, "device_memory": 5e9}
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    told = pools(4).run(watched, settings, str(tmp_path))[0]
+    assert "stages run the plans" in told["refused"]
+    plan = told["about"]["plan"]["window"]
+    assert f"plan window\n{plan}" in told["explain"] and "plan forward\n" not in told["explain"]
+    messages = [line for line in plan.splitlines() if line.startswith(("send", "recv"))]
+    # The first rank's first stage receives no inputs and sends no gradients of them.
+    assert len(messages) == 4 * (2 + 4 * (stages - 1))
+    # Two samples of six tokens, 16 values each, and what the text of the message needs.
+    found = re.search(r"messages to other stages, mean of the last step: (\d+) bytes", told["explain"])
+    assert found and 2 * 6 * 16 * 4 <= int(found[1]) < 2 * 6 * 16 * 4 + 500
+    assert told["about"]["predicted"]["step_s"] > 0
+    # Two blocks of the first stage (one with two stages per rank, and one of its second stage), each
+    # with two products of 16 by 32 weights.
+    forward = [ms for name, ms in told["lines"].items() if name.startswith("forward u")]
+    products = 4 * 2 * 2 * (2 * 12 * 16 * 32)
+    assert sum(forward) == pytest.approx(1e3 * products / 1e10, rel=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -66,6 +67,7 @@ class Monitored:
         self._step_events = StepEvents(self._of_deepspeed)
         self._ended = False
         self._uncounted = bool(monitor.path) or monitor.console != "none"
+        self._by_unit: collections.Counter[int] = collections.Counter()  # FLOPs of own stages
         if self._uncounted:
             device = module_tree.device_of(self.module)
             self._peak = flops.peak(device, self.config.precision or "fp32")
@@ -164,6 +166,27 @@ class Monitored:
         self._timelines.before_step()
         for part in parts:
             self._core.metrics.count(*batch_size(part))
+
+    def _seen_stage(self, action: Any) -> contextlib.AbstractContextManager[Any]:
+        """Counts the FLOPs of a stage's forward, which must run inside the returned context.
+
+        Counts the first micro-batch alone, once for each stage of this rank.
+        """
+        counts = self._uncounted and action.micro == 0 and torch.is_grad_enabled()
+        if not counts or flops.hidden(self.module):
+            return contextlib.nullcontext()
+        return self._counting_stage(action)
+
+    @contextlib.contextmanager
+    def _counting_stage(self, action: Any) -> Iterator[None]:
+        told, pipeline = self._core.metrics, self._pipeline
+        # Stand-ins of other stages run operators without values.
+        with flops.counter(lambda: -1 if pipeline.inferring else int(told.unit)) as counter:
+            yield
+        self._by_unit.update({unit: n for unit, n in counter.by_unit.items() if unit >= 0})
+        if action.stage + pipeline.ranks.count >= pipeline.ranks.num_stages:  # the rank's last
+            self._uncounted = False
+            told.set_work([float(self._by_unit[unit]) for unit in range(len(self._core.units))])
 
     @contextlib.contextmanager
     def _counting(self, samples: int) -> Iterator[None]:

@@ -20,8 +20,10 @@ class Line:
 
     Attributes:
         name: the text of the plan line, or the common part of the lines of one kind.
-        count: the number of these lines in a step.
-        predicted, measured: sums over these lines. `measured` is the mean over the trace's steps.
+        count: the number of these lines in a step. A line that runs for each micro-batch counts
+            once.
+        predicted, measured: sums over all runs of these lines in a step, as means over the trace's
+            steps.
     """
 
     name: str
@@ -70,7 +72,8 @@ def lines(trace: Sequence[Event]) -> list[Line]:
         args = event.get("args", {})
         if "predicted_ms" not in args or args["step"] not in steps:
             continue
-        line = found.setdefault(event["name"], Line(event["name"], 1, args["predicted_ms"], 0.0))
+        line = found.setdefault(event["name"], Line(event["name"], 1, 0.0, 0.0))
+        line.predicted += args["predicted_ms"] / len(steps)
         line.measured += took / 1e3 / len(steps)
     return list(found.values())
 

@@ -142,6 +142,11 @@ class PipelineParallel:
             installed.append(Forward(self._model, self._entry, "pipeline_entry"))
 
     @property
+    def inferring(self) -> bool:
+        """Whether a module of another stage runs without values, to find its outputs' shapes."""
+        return self._inferring
+
+    @property
     def last(self) -> int:
         """The index of the last stage."""
         return int(self.ranks.num_stages) - 1

@@ -82,9 +82,10 @@ class _Stage:
         self._ranks.start(action)
         self.loss: torch.Tensor | None = None
         given = Handed(*self._ranks.receive(action)) if action.stage > 0 else None
-        made, self._leaves = engine._pipeline.run(
-            lambda: engine._outputs(micro.part), action.stage, given, micro
-        )
+        with engine._seen_stage(action):
+            made, self._leaves = engine._pipeline.run(
+                lambda: engine._outputs(micro.part), action.stage, given, micro
+            )
         self._outputs: list[torch.Tensor] = []
         if not isinstance(made, Handed):
             self.loss = loss_in(made, micro.part, loss_of)

@@ -84,11 +84,15 @@ int Core::State::Planning::action_of(Section section) const {
   return place->trains ? place->number : engine::kNoAction;
 }
 
-std::string Core::State::Planning::window_text() const {
+Plan Core::State::Planning::window() const {
   const auto num_micro = static_cast<int>(state.config.batch.accumulate);
+  const Schedule schedule = state.model_ranks.window->schedule(num_micro, true);
+  return plan_actions(state.executor->table(), schedule).joined();
+}
+
+std::string Core::State::Planning::window_text() const {
   try {
-    const Schedule schedule = state.model_ranks.window->schedule(num_micro, true);
-    return plan_actions(state.executor->table(), schedule).joined().text();
+    return window().text();
   } catch (const ConfigError& error) {  // train_batch() will throw it
     return concat("# ", error.what(), "\n");
   }

@@ -18,9 +18,10 @@ struct Core::State::Planning {
   void begin_window(const Schedule& schedule, bool trains) const;
   // Returns the PlanName::action of a section that begins.
   int action_of(Section section) const;
-  // Returns the text of this rank's plan of a pipeline's window of `batch.accumulate`
-  // micro-batches, with the table's wires. If the schedule does not allow this number, returns the
-  // reason as a comment line.
+  // Returns this rank's plan of a pipeline's window of `batch.accumulate` micro-batches, with the
+  // table's wires. Throws ConfigError if the schedule does not allow this number.
+  Plan window() const;
+  // Returns its text; if the schedule does not allow the number, the reason as a comment line.
   std::string window_text() const;
   // Between steps: makes new plans if step `steps + 1` has other wires than the plans.
   void follow_wires() const;

@@ -169,7 +169,10 @@ void Core::State::Observer::end_step(const std::vector<OptimizerConfig>& groups)
                     last.samples_per_s(), last.tokens_per_s(), last.mfu(), last.exposed_s,
                     of(device.total_now), of(host.total_now), of(last.disk_bytes)});
   }
-  if (state.monitor->applied() == 1) describe();
+  if (state.monitor->applied() == 1) {
+    share_times();
+    describe();
+  }
   const auto wish = state.monitor->take_finished();
   if (wish && state.monitor->without().empty()) {
     write_trace(*wish);

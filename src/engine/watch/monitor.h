@@ -65,11 +65,12 @@ class Monitor {
 
   const double started;  // seconds since 1970
   double flops_per_sample = 0.0, rank_peak = 0.0;
-  double own_lr = kNotKnown;          // learning rate of a user's optimizer
-  std::vector<double> forward_flops;  // by unit, per micro-batch; empty: not counted
-  std::optional<Machine> machine;     // the measured machine ("monitor.machine")
-  bool said_dump = false;             // the dump file was announced on stderr
-  std::set<std::string> dumped;       // calls whose first error was dumped
+  double own_lr = kNotKnown;             // learning rate of a user's optimizer
+  std::vector<double> forward_flops;     // by unit, per micro-batch; empty: not counted
+  std::optional<Machine> machine;        // the measured machine ("monitor.machine")
+  std::vector<std::string> stage_times;  // of each rank of this pipeline: the text of a TimedPlan
+  bool said_dump = false;                // the dump file was announced on stderr
+  std::set<std::string> dumped;          // calls whose first error was dumped
   // Requests a trace and replaces an earlier request. Recording starts at the trace's first step.
   void ask(TraceWish wish);
   // If the last step of the requested trace was recorded, returns the trace and forgets it.

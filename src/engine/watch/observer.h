@@ -7,6 +7,7 @@
 
 #include "src/engine/step/core_state.h"
 #include "src/engine/watch/monitor.h"
+#include "src/plan/cost/pipeline_timeline.h"
 #include "src/trace/chrome.h"
 
 namespace penstock {
@@ -26,8 +27,9 @@ struct Core::State::Observer {
   // with this step.
   void end_step(const std::vector<OptimizerConfig>& groups);
   // Simulates a step of `batch.accumulate` micro-batches. Returns nothing without
-  // `monitor.machine`, in pipelines, and as long as neither FLOPs nor tokens of a forward were
-  // counted. If only tokens were counted, it assumes 2 FLOPs per parameter and token for a forward.
+  // `monitor.machine`, and as long as neither FLOPs nor tokens of a forward were counted (in a
+  // pipeline: on any of its ranks). If only tokens were counted, it assumes 2 FLOPs per parameter
+  // and token for a forward.
   std::optional<Prediction> predict() const;
   // Returns the events as part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);
@@ -41,6 +43,11 @@ struct Core::State::Observer {
   State& state;
 
  private:
+  // [all ranks] Tells the ranks of each pipeline how long the lines of their plans take.
+  void share_times();
+  // Returns the plan of a window and the seconds of its lines; nothing if FLOPs and tokens are not
+  // known.
+  std::optional<TimedPlan> own_times() const;
   void write_trace(const engine::TraceWish& wish);
   void say(const std::string& what) const;
   // Writes a trace of this rank only.

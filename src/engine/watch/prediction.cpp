@@ -1,7 +1,12 @@
 #include <numeric>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "src/engine/step/planning.h"
+#include "src/engine/step/window_agreement.h"
 #include "src/engine/watch/observer.h"
+#include "src/place/groups.h"
 #include "src/plan/cost/pipeline_timeline.h"
 #include "src/plan/step_queries.h"
 
@@ -44,32 +49,84 @@ std::vector<UnitWork> work_of_units(const ModelDesc& model, std::vector<double> 
   return work;
 }
 
+// Several stages of a rank may visit a unit (the root). Each visit has a part of the unit's work.
+void split_visits(const ModelDesc& model, std::vector<UnitWork>& work) {
+  std::vector<int> visits(work.size(), 0);
+  for (const Visit& visit : model.forward) {
+    if (visit.mark != Mark::kBegin) ++visits[static_cast<size_t>(visit.unit)];
+  }
+  for (size_t unit = 0; unit < work.size(); ++unit) {
+    const int parts = std::max(1, visits[unit]);
+    work[unit].forward.flops /= parts;
+    work[unit].backward.flops /= parts;
+  }
+}
+
 }  // namespace
 
-std::optional<Core::State::Observer::Prediction> Core::State::Observer::predict() const {
-  const Config& config = state.config;
-  const int64_t micro_batches = std::max<int64_t>(1, config.batch.accumulate);
+std::optional<TimedPlan> Core::State::Observer::own_times() const {
+  const int64_t micro_batches = std::max<int64_t>(1, state.config.batch.accumulate);
   const std::vector<double>& flops = state.monitor->forward_flops;
   const double tokens = state.monitor->tokens_of_rank() / static_cast<double>(micro_batches);
-  if (!state.monitor->machine || config.mesh.pipeline > 1) return {};
   if (flops.empty() && tokens == 0.0) return {};
   Plan plan;
-  for (const Section section : sections_of(micro_batches)) {
-    const Plan one = state.driver->plan({section});
-    plan.steps.insert(plan.steps.end(), one.steps.begin(), one.steps.end());
+  if (state.model_ranks.window) {
+    plan = Planning{state}.window();
+  } else {
+    for (const Section section : sections_of(micro_batches)) {
+      const Plan one = state.driver->plan({section});
+      plan.steps.insert(plan.steps.end(), one.steps.begin(), one.steps.end());
+    }
+  }
+  Machine machine = *state.monitor->machine;
+  // Stages on one machine do not cross nodes.
+  if (state.group->transport() == "shm") machine.node = machine.local;
+  std::vector<UnitWork> work =
+      flops.empty() ? work_of(state.model, tokens) : work_of_units(state.model, flops);
+  if (state.model_ranks.window) {
+    split_visits(state.model_ranks.window->by_stage(state.model, state.order->spanning()), work);
   }
   const exec::Executor& executor = *state.executor;
-  const Timeline timeline =
-      replay({plan}, executor.table(), state.model, executor.mesh(), *state.monitor->machine,
-             flops.empty() ? work_of(state.model, tokens) : work_of_units(state.model, flops));
+  return timed(plan, executor.table(), state.model, executor.mesh(), machine, work);
+}
+
+void Core::State::Observer::share_times() {
+  if (!state.model_ranks.window || !state.monitor->machine) return;
+  const std::optional<TimedPlan> own = own_times();
+  const std::vector<std::string> all =
+      engine::share_text(*state.executor, "times of plan lines", own ? own->text() : "");
+  const Groups groups(state.executor->mesh(), state.group->rank());
+  state.monitor->stage_times.clear();
+  for (const int rank : groups.pipeline().ranks) {
+    state.monitor->stage_times.push_back(all[static_cast<size_t>(rank)]);
+  }
+}
+
+std::optional<Core::State::Observer::Prediction> Core::State::Observer::predict() const {
+  if (!state.monitor->machine) return {};
+  std::vector<TimedPlan> ranks;
+  size_t self = 0;
+  if (state.model_ranks.window) {
+    for (const std::string& text : state.monitor->stage_times) {
+      if (text.empty()) return {};
+      ranks.push_back(parse_timed_plan(text));
+    }
+    self = static_cast<size_t>(state.model_ranks.window->index());
+  } else if (std::optional<TimedPlan> own = own_times()) {
+    ranks.push_back(std::move(*own));
+  }
+  if (ranks.empty()) return {};
+  const Timeline timeline = replay(ranks, state.monitor->machine->overlap);
+  Plan plan;
+  for (const TimedLine& line : ranks[self].lines) plan.steps.push_back(line.step);
   Prediction prediction;
   double root_forward = 0.0;
   double* compute = nullptr;  // the last compute line, whose time includes its layers' exchanges
   prediction.step_s = timeline.step;
-  const std::vector<exec::PlannedStep> planned = executor.prepare(plan);
+  const std::vector<exec::PlannedStep> planned = state.executor->prepare(plan);
   for (size_t line = 0; line < planned.size(); ++line) {
     const Step& step = planned[line].step;
-    const double seconds = timeline.ranks.front().lines[line];
+    const double seconds = timeline.ranks[self].lines[line];
     if (step.mark == Mark::kBegin || step.mark == Mark::kUse) continue;
     if (is_layer_exchange(step)) {
       if (compute != nullptr) *compute += seconds;
@@ -87,8 +144,10 @@ std::optional<Core::State::Observer::Prediction> Core::State::Observer::predict(
     if (step.is_compute()) compute = &predicted;
   }
   if (!state.unit_events) {
+    const int64_t num_forwards =
+        std::max<int64_t>(1, state.config.batch.accumulate) * state.config.parallel.virtual_stages;
     prediction.lines[state.driver->text_of(Op::kForward, 0)] =
-        root_forward / static_cast<double>(micro_batches);
+        root_forward / static_cast<double>(num_forwards);
   }
   return prediction;
 }

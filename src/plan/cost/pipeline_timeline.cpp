@@ -1,6 +1,7 @@
 #include "src/plan/cost/pipeline_timeline.h"
 
 #include <algorithm>
+#include <sstream>
 #include <tuple>
 #include <utility>
 
@@ -25,22 +26,112 @@ int64_t numel(const UnitDesc& unit, bool trained_only = false) {
   return sum;
 }
 
-// Replays the plan of one rank. replay() passes messages between the ranks and makes the ranks wait
-// for each other at the norm.
-class RankReplay {
+// Times the lines of one rank's plan.
+class LineTimer {
  public:
-  RankReplay(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,
-             const Machine& machine, const std::vector<UnitWork>& work)
+  LineTimer(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,
+            const Machine& machine, const std::vector<UnitWork>& work)
       : plan_(plan),
         table_(table.on(mesh)),
         part_(part),
         mesh_(mesh),
         machine_(machine),
         work_(work),
-        bytes_(bytes_by_line(plan, table, part, mesh)),
-        params_there_(part.units.size(), 0) {
+        bytes_(bytes_by_line(plan, table, part, mesh)) {
     for (const UnitDesc& unit : part.units) total_ += numel(unit);
-    rank_.lines.assign(plan.steps.size(), 0.0);
+  }
+
+  TimedPlan time() && {
+    for (size_t line = 0; line < plan_.steps.size(); ++line) {
+      const Step& step = plan_.steps[line];
+      double share = 0;
+      if (step.is_compute()) {
+        share =
+            static_cast<double>(numel(part_.units[step.units[0]])) / static_cast<double>(total_);
+      }
+      timed_.lines.push_back({step, seconds(line), share});
+    }
+    return std::move(timed_);
+  }
+
+ private:
+  double seconds(size_t line) {
+    const Step& step = plan_.steps[line];
+    switch (step.op) {
+      case Op::kForward:
+      case Op::kBackward: {
+        // A unit with a begin mark computes at its end mark. A use computes no gradient yet.
+        if (step.mark == Mark::kBegin || step.mark == Mark::kUse) return 0;
+        const UnitWork& work = work_[step.units[0]];
+        if (step.op == Op::kForward) return of(work.forward);
+        return of(work.backward) + (part_.units[step.units[0]].recomputed ? of(work.forward) : 0.0);
+      }
+      case Op::kUpdate: {
+        const UnitDesc& unit = part_.units[step.units[0]];
+        const Placement& place = table_.at(Role::kOptim, Phase::kUpdate);
+        const double rate =
+            place.tier == Tier::kDevice ? machine_.device_memory : machine_.host_memory;
+        const auto owned =
+            static_cast<double>(numel(unit, true) / num_shards(place, mesh_) / unit.num_chunks);
+        return owned * kUpdateBytes / rate;
+      }
+      case Op::kMove:
+      case Op::kSum:
+      case Op::kSend:
+      case Op::kPublish:
+        return on_links(line);
+      case Op::kMicro:
+      case Op::kReceive:
+      case Op::kDrop:
+      case Op::kNorm:
+        return 0;
+    }
+    return 0;
+  }
+
+  double of(const UnitWork::ComputePass& pass) const {
+    return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
+  }
+
+  // Links do not overlap within one line.
+  double on_links(size_t line) {
+    double seconds = 0;
+    for (const auto& [link, bytes] : bytes_[line]) {
+      timed_.sent[link] += bytes;
+      const double rate = link == "local"         ? machine_.local
+                          : link == "device-host" ? machine_.device_host
+                          : link == "host-disk"   ? machine_.host_disk
+                                                  : machine_.node;
+      seconds += static_cast<double>(bytes) / rate;
+    }
+    return seconds;
+  }
+
+  const Plan& plan_;
+  const Table table_;
+  const ModelDesc& part_;
+  const Mesh mesh_;
+  const Machine machine_;
+  const std::vector<UnitWork>& work_;
+  const LineBytes bytes_;
+  int64_t total_ = 0;
+  TimedPlan timed_;
+};
+
+// Replays the plan of one rank. replay() passes messages between the ranks and makes the ranks wait
+// for each other at the norm.
+class RankReplay {
+ public:
+  RankReplay(const TimedPlan& plan, double overlap) : plan_(plan.lines), overlap_(overlap) {
+    size_t num_units = 0;
+    for (const TimedLine& line : plan_) {
+      for (const int unit : line.step.units) {
+        num_units = std::max(num_units, static_cast<size_t>(unit) + 1);
+      }
+      rank_.lines.push_back(line.seconds);
+    }
+    params_there_.assign(num_units, 0);
+    rank_.sent = plan.sent;
   }
 
   enum class Stop : uint8_t { kReceive, kNorm, kEnd };
@@ -48,11 +139,11 @@ class RankReplay {
   // Runs until the plan ends or must wait. It waits at kReceive for expected data and at kNorm for
   // the other ranks.
   Stop run() {
-    for (; next_ < plan_.steps.size(); ++next_) {
-      const Step& step = plan_.steps[next_];
+    for (; next_ < plan_.size(); ++next_) {
+      const Step& step = plan_[next_].step;
       if (step.op == Op::kReceive && !arrived_.contains(key_of(step))) return Stop::kReceive;
       if (step.op == Op::kNorm && !met_) return Stop::kNorm;
-      perform(step);
+      perform(plan_[next_]);
     }
     return Stop::kEnd;
   }
@@ -66,8 +157,8 @@ class RankReplay {
   std::vector<TimedMessage> sent() { return std::exchange(sent_, {}); }
   // The next receive of this kind in the plan takes the message.
   void take(const TimedMessage& message) {
-    for (size_t i = next_; i < plan_.steps.size(); ++i) {
-      const Step& step = plan_.steps[i];
+    for (size_t i = next_; i < plan_.size(); ++i) {
+      const Step& step = plan_[i].step;
       if (step.op != Op::kReceive || step.hop != -message.hop || step.micro != message.micro ||
           step.role != message.role || arrived_.contains(key_of(step))) {
         continue;
@@ -89,53 +180,33 @@ class RankReplay {
   }
   double passes() const { return passes_; }
   double end() const { return std::max({compute_, gather_, reduce_, update_}); }
-  std::string where() const { return plan_.steps[next_].text(); }
+  std::string where() const { return plan_[next_].step.text(); }
 
  private:
   static Arrival key_of(const Step& step) { return {step.units[0], step.micro, step.role}; }
 
-  // Returns the seconds of a line on its links; links do not overlap within one line.
-  double on_links() {
-    double seconds = 0;
-    for (const auto& [link, bytes] : bytes_[next_]) {
-      rank_.sent[link] += bytes;
-      const double rate = link == "local"         ? machine_.local
-                          : link == "device-host" ? machine_.device_host
-                          : link == "host-disk"   ? machine_.host_disk
-                                                  : machine_.node;
-      seconds += static_cast<double>(bytes) / rate;
-    }
-    return seconds;
-  }
-
-  void perform(const Step& step) {
+  void perform(const TimedLine& line) {
+    const Step& step = line.step;
     switch (step.op) {
       case Op::kForward:
       case Op::kBackward:
-        return compute(step);
+        return compute(line);
       case Op::kMove:
-        return move(step);
+        return move(line);
       case Op::kSum:
-        reduce_ = std::max(reduce_, compute_) + on_lane(on_links());
+        reduce_ = std::max(reduce_, compute_) + on_lane(line.seconds);
         return;
       case Op::kSend: {
         double& lane = send_[step.hop > 0];
-        lane = std::max(lane, compute_) + on_lane(on_links());
+        lane = std::max(lane, compute_) + on_lane(line.seconds);
         sent_.push_back({step.hop, step.micro, step.role, lane});
         return;
       }
-      case Op::kUpdate: {
-        const UnitDesc& unit = part_.units[step.units[0]];
-        const Placement& place = table_.at(Role::kOptim, Phase::kUpdate);
-        const double rate =
-            place.tier == Tier::kDevice ? machine_.device_memory : machine_.host_memory;
-        const auto owned =
-            static_cast<double>(numel(unit, true) / num_shards(place, mesh_) / unit.num_chunks);
-        update_ += on_lane(owned * kUpdateBytes / rate);
+      case Op::kUpdate:
+        update_ += on_lane(line.seconds);
         return;
-      }
       case Op::kPublish:
-        gather_ = std::max(gather_, update_) + on_lane(on_links());
+        gather_ = std::max(gather_, update_) + on_lane(line.seconds);
         return;
       case Op::kMicro:
       case Op::kReceive:
@@ -147,13 +218,12 @@ class RankReplay {
 
   // The work of a lane takes time from the computing cores (Machine::overlap).
   double on_lane(double takes) {
-    rank_.lines[next_] = takes;
-    compute_ += (1.0 - machine_.overlap) * takes;
+    compute_ += (1.0 - overlap_) * takes;
     return takes;
   }
 
-  void compute(const Step& step) {
-    // A unit with a begin mark computes at its end mark. A use computes no gradient yet.
+  void compute(const TimedLine& line) {
+    const Step& step = line.step;
     const int unit = step.units[0];
     if (step.mark == Mark::kBegin || step.mark == Mark::kUse) {
       issued_ = compute_ = std::max(compute_, params_there_[unit]);
@@ -163,16 +233,10 @@ class RankReplay {
     double begin = std::max(compute_, params_there_[unit]);
     const auto came = arrived_.find({unit, step.micro, forward ? Role::kAct : Role::kGrad});
     if (came != arrived_.end()) begin = std::max(begin, came->second);
-    const UnitDesc& desc = part_.units[unit];
-    const UnitWork& work = work_[unit];
-    double takes = seconds(forward ? work.forward : work.backward);
-    if (!forward && desc.recomputed) takes += seconds(work.forward);
     issued_ = begin;
     compute_ = begin;
-    rank_.lines[next_] = takes;
-    occupy(takes);
-    const auto share = static_cast<double>(numel(desc)) / static_cast<double>(total_);
-    held_ += forward ? share : -share;
+    occupy(line.seconds);
+    held_ += forward ? line.share : -line.share;
     rank_.most_held = std::max(rank_.most_held, held_);
   }
 
@@ -182,18 +246,12 @@ class RankReplay {
     rank_.busy += takes;
   }
 
-  double seconds(const UnitWork::ComputePass& pass) const {
-    return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
-  }
-
   // Parameter moves run on the gather lane, gradient moves before the norm on the reduce lane, and
   // all other moves on the update lane.
-  void move(const Step& step) {
-    if (is_layer_exchange(step)) {
-      rank_.lines[next_] = on_links();
-      return occupy(rank_.lines[next_]);
-    }
-    const double takes = on_lane(on_links());
+  void move(const TimedLine& line) {
+    const Step& step = line.step;
+    if (is_layer_exchange(step)) return occupy(line.seconds);
+    const double takes = on_lane(line.seconds);
     if (step.role == Role::kParam) {
       gather_ = std::max(gather_, issued_) + takes;
       for (const int unit : step.units) params_there_[unit] = gather_;
@@ -204,14 +262,8 @@ class RankReplay {
     }
   }
 
-  const Plan& plan_;
-  const Table table_;
-  const ModelDesc& part_;
-  const Mesh mesh_;
-  const Machine machine_;
-  const std::vector<UnitWork>& work_;
-  const LineBytes bytes_;
-  int64_t total_ = 0;
+  const std::vector<TimedLine>& plan_;
+  const double overlap_;
   size_t next_ = 0;
   std::map<Arrival, double> arrived_;
   std::vector<TimedMessage> sent_;
@@ -245,18 +297,53 @@ std::vector<UnitWork> work_of(const ModelDesc& model, double tokens) {
   return work;
 }
 
+std::string TimedPlan::text() const {
+  std::string text;
+  for (const TimedLine& line : lines) {
+    text += concat(line.step.text(), "\t", line.seconds, "\t", line.share, "\n");
+  }
+  return text;
+}
+
+TimedPlan parse_timed_plan(std::string_view text) {
+  TimedPlan plan;
+  std::istringstream lines{std::string(text)};
+  for (std::string line; std::getline(lines, line);) {
+    const size_t tab = line.find('\t');
+    TimedLine made;
+    std::istringstream numbers(tab == std::string::npos ? "" : line.substr(tab));
+    if (!(numbers >> made.seconds >> made.share)) {
+      throw ConfigError(concat("[plan::parse_timed_plan] not a timed line: ", line));
+    }
+    made.step = parse_step(line.substr(0, tab));
+    plan.lines.push_back(std::move(made));
+  }
+  return plan;
+}
+
+TimedPlan timed(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,
+                const Machine& machine, const std::vector<UnitWork>& work) {
+  return LineTimer(plan, table, part, mesh, machine, work).time();
+}
+
 Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelDesc& model,
                 const Mesh& mesh, const Machine& machine, const std::vector<UnitWork>& work) {
   const auto num_ranks = static_cast<int>(plans.size());
   const ModelDesc held = with_holders(model, num_ranks);
-  std::vector<ModelDesc> parts;
-  for (int rank = 0; rank < num_ranks; ++rank) parts.push_back(part(held, num_ranks, rank));
-  std::vector<RankReplay> ranks;
+  std::vector<TimedPlan> ranks;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    ranks.emplace_back(plans[rank], table, parts[rank], mesh, machine, work);
+    const ModelDesc own = part(held, num_ranks, rank);
+    ranks.push_back(timed(plans[static_cast<size_t>(rank)], table, own, mesh, machine, work));
   }
+  return replay(ranks, machine.overlap);
+}
+
+Timeline replay(const std::vector<TimedPlan>& timed_ranks, double overlap) {
+  const auto num_ranks = static_cast<int>(timed_ranks.size());
+  std::vector<RankReplay> ranks;
+  for (const TimedPlan& plan : timed_ranks) ranks.emplace_back(plan, overlap);
   using Stop = RankReplay::Stop;
-  std::vector<Stop> stops(plans.size(), Stop::kReceive);
+  std::vector<Stop> stops(timed_ranks.size(), Stop::kReceive);
   const auto all_at = [&](Stop stop) {
     return std::all_of(stops.begin(), stops.end(), [&](Stop one) { return one == stop; });
   };

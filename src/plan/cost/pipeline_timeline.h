@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "penstock/plan.h"
@@ -43,8 +44,30 @@ struct Timeline {
   double bubble() const;        // idle time of all ranks over their busy time
 };
 
-// `plans` come from plan_pipeline(); `work` is indexed by unit. Throws ConfigError if a plan waits
-// for a message that is never sent.
+// A line of a plan and the seconds that it takes alone.
+struct TimedLine {
+  Step step;
+  double seconds = 0;
+  double share = 0;  // of a computing line: of the rank's parameters, those of the unit
+  bool operator==(const TimedLine&) const = default;
+};
+
+// The plan of one rank. Its text form serves to tell other ranks.
+struct TimedPlan {
+  std::vector<TimedLine> lines;
+  std::map<std::string, int64_t> sent{};  // link -> bytes; not in the text
+  std::string text() const;
+};
+TimedPlan parse_timed_plan(std::string_view text);  // throws ConfigError with the line
+
+// Returns the plan of a rank whose part of the model is `part`. `work` is indexed by unit.
+TimedPlan timed(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,
+                const Machine& machine, const std::vector<UnitWork>& work);
+
+// Replays the plans of a pipeline's ranks. `overlap`: see Machine. Throws ConfigError if a plan
+// waits for a message that is never sent.
+Timeline replay(const std::vector<TimedPlan>& ranks, double overlap);
+// `plans` come from plan_pipeline().
 Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelDesc& model,
                 const Mesh& mesh, const Machine& machine, const std::vector<UnitWork>& work);
 
