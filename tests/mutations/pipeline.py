@@ -55,8 +55,8 @@ OVER_STAGES = [
     Mutation(
         "an action runs the plan of the action before it",
         "src/engine/mesh/stage_window.cpp",
-        "  return Place{static_cast<int>(begun_) - 1, action.stage, trains_};\n",
-        "  return Place{std::max(0, static_cast<int>(begun_) - 2), action.stage, trains_};\n",
+        "  return StageTurn{static_cast<int>(begun_) - 1, action.stage, trains_};\n",
+        "  return StageTurn{std::max(0, static_cast<int>(begun_) - 2), action.stage, trains_};\n",
         gtest("src/engine/engine_test", "StageWindow*"),
     ),
     Mutation(

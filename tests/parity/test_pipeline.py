@@ -189,11 +189,11 @@ def test_the_window_is_planned_and_predicted(strategy, schedule, pools, tmp_path
     # The first rank's first stage receives no inputs and sends no gradients of them.
     assert len(messages) == 4 * (2 + 4 * (stages - 1))
     # Two samples of six tokens, 16 values each, and what the text of the message needs.
-    found = re.search(r"messages to other stages, mean of the last step: (\d+) bytes", told["explain"])
+    found = re.search(r"messages to other stages, .*: (\d+) bytes", told["explain"])
     assert found and 2 * 6 * 16 * 4 <= int(found[1]) < 2 * 6 * 16 * 4 + 500
     assert told["about"]["predicted"]["step_s"] > 0
-    # Two blocks of the first stage (one with two stages per rank, and one of its second stage), each
-    # with two products of 16 by 32 weights.
+    # The rank has two blocks (with two stages per rank, one in each), with two products of 16 by 32
+    # weights.
     forward = [ms for name, ms in told["lines"].items() if name.startswith("forward u")]
     products = 4 * 2 * 2 * (2 * 12 * 16 * 32)
     assert sum(forward) == pytest.approx(1e3 * products / 1e10, rel=0.01)

@@ -77,11 +77,11 @@ void StageWindow::start(const Action& action) {
                             begun_ < actions_.size() ? actions_[begun_].text() : "none"));
 }
 
-std::optional<StageWindow::Place> StageWindow::now(bool forward) const {
+std::optional<StageWindow::StageTurn> StageWindow::now(bool forward) const {
   if (begun_ == 0 || begun_ > actions_.size()) return {};
   const Action& action = actions_[begun_ - 1];
   if (action.forward != forward) return {};
-  return Place{static_cast<int>(begun_) - 1, action.stage, trains_};
+  return StageTurn{static_cast<int>(begun_) - 1, action.stage, trains_};
 }
 
 bool StageWindow::computes(int unit) const {

@@ -34,7 +34,7 @@ class StageWindow {
   const Schedule& trained() const { return trained_; }
 
   // One of this rank's actions.
-  struct Place {
+  struct StageTurn {
     int number = 0;  // in the window
     int stage = 0;
     bool trains = false;  // the window trains
@@ -43,7 +43,7 @@ class StageWindow {
   void start(const Action& action);
   // Returns the action in progress. Returns nothing outside of windows, and if the action in
   // progress has the other direction.
-  std::optional<Place> now(bool forward) const;
+  std::optional<StageTurn> now(bool forward) const;
   // Returns whether the action in progress computes with the unit. The modules of other stages are
   // called, too, and return stand-ins. Returns true outside of windows.
   bool computes(int unit) const;

@@ -57,11 +57,11 @@ TEST(StageWindow, PlacesOfActions) {
   const std::vector<Action>& actions = schedule.ranks[0];
   for (size_t i = 0; i < actions.size(); ++i) {
     window.start(actions[i]);
-    const auto place = window.now(actions[i].forward);
-    ASSERT_TRUE(place);
-    EXPECT_EQ(place->number, static_cast<int>(i));
-    EXPECT_EQ(place->stage, actions[i].stage);
-    EXPECT_TRUE(place->trains);
+    const auto turn = window.now(actions[i].forward);
+    ASSERT_TRUE(turn);
+    EXPECT_EQ(turn->number, static_cast<int>(i));
+    EXPECT_EQ(turn->stage, actions[i].stage);
+    EXPECT_TRUE(turn->trains);
     EXPECT_FALSE(window.now(!actions[i].forward));
     EXPECT_TRUE(window.computes(0));
     EXPECT_EQ(window.computes(1), actions[i].stage == 0);

@@ -78,10 +78,10 @@ void Core::State::Planning::begin_window(const Schedule& schedule, bool trains) 
 int Core::State::Planning::action_of(Section section) const {
   if (!state.model_ranks.window) return engine::kNoAction;
   const bool forward = section == Section::kForward || section == Section::kEval;
-  const auto place = state.model_ranks.window->now(forward);
-  if (!place) return engine::kNoAction;
-  if (section == Section::kEval) return place->stage;
-  return place->trains ? place->number : engine::kNoAction;
+  const auto turn = state.model_ranks.window->now(forward);
+  if (!turn) return engine::kNoAction;
+  if (section == Section::kEval) return turn->stage;
+  return turn->trains ? turn->number : engine::kNoAction;
 }
 
 Plan Core::State::Planning::window() const {
