@@ -43,7 +43,7 @@ OVER_STAGES = [
         "src/engine/mesh/stage_window.cpp",
         " && !contains(stages_of_[unit], stage)) continue;\n",
         " && stages_of_[unit].empty()) continue;\n",
-        HELD_ONCE,
+        gtest("src/engine/engine_test", "StageWindow*"),
     ),
     Mutation(
         "modules of another stage, which return stand-ins, gather their units",
