@@ -59,7 +59,7 @@ OF_A_RUN = [
     Mutation(
         "lanes take nothing from what computes",
         "src/plan/cost/pipeline_timeline.cpp",
-        "    compute_ += (1.0 - machine_.overlap) * takes;\n",
+        "    compute_ += (1.0 - overlap_) * takes;\n",
         "",
         gtest("src/plan/plan_test", "Timeline*"),
     ),
