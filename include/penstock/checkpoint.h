@@ -39,6 +39,8 @@ struct SaveOptions {
   std::function<void()> starting;  // for tests: called by the writing thread before it writes
   std::string problem;             // why this rank cannot save; makes save() throw on all ranks
   bool frozen = true;              // false: leaves out parameters that do not train
+  bool in_window = false;  // true: may be called between two backwards of a window. Weights and
+                           // optimizer state are those of the last step; gradients are left out.
 };
 
 // A checkpoint that is about to be loaded.

@@ -123,7 +123,7 @@ void bind_checkpoint(py::module_& module) {
           "save",
           [](Checkpoints& self, const std::string& path, std::string tag, bool wait,
              std::string front, std::string of_rank, std::vector<CheckpointTensor> tensors,
-             std::string problem, bool frozen) {
+             std::string problem, bool frozen, bool in_window) {
             const py::gil_scoped_release release;
             return self.save(path, {std::move(tag),
                                     wait,
@@ -132,10 +132,12 @@ void bind_checkpoint(py::module_& module) {
                                     std::move(tensors),
                                     {},
                                     std::move(problem),
-                                    frozen});
+                                    frozen,
+                                    in_window});
           },
           py::arg("path"), py::arg("tag"), py::arg("wait"), py::arg("front"), py::arg("of_rank"),
-          py::arg("tensors"), py::arg("problem"), py::arg("frozen") = true)
+          py::arg("tensors"), py::arg("problem"), py::arg("frozen") = true,
+          py::arg("in_window") = false)
       .def("taken", &Checkpoints::taken, NoGil())
       .def("wait", &Checkpoints::wait, NoGil())
       .def("ask", &Checkpoints::ask, py::arg("urgency"))

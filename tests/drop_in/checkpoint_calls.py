@@ -96,6 +96,34 @@ def resume(folder: pathlib.Path, stage: int) -> dict[str, Any]:
             "place": pathlib.Path(place).name}  # fmt: skip
 
 
+def in_window(folder: pathlib.Path, stage: int) -> dict[str, Any]:
+    """A save between two micro-batches: training goes on, and a load continues at the last step."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(2, WIDTH, generator=generator) for _ in range(4)]
+
+    def train(engine: Any, micros: range) -> list[float]:
+        losses = []
+        for micro in micros:
+            losses.append(engine(batches[micro]).square().mean())
+            engine.backward(losses[-1])
+            engine.step()
+        return [float(one) for one in losses]
+
+    engine = _engine(stage, gradient_accumulation_steps=2)
+    train(engine, range(2))
+    saved = _weights(engine)
+    before = train(engine, range(2, 3))
+    engine.save_checkpoint(folder)
+    after = train(engine, range(3, 4))
+    other = _engine(stage, seed=1, gradient_accumulation_steps=2)
+    other.load_checkpoint(folder)
+    loaded = _weights(other)
+    again = train(other, range(2, 4))
+    return {"weights": _same(saved, loaded), "losses": again == before + after,
+            "end": _same(_weights(engine), _weights(other)),
+            "steps": [engine.global_steps, other.global_steps]}  # fmt: skip
+
+
 def only(folder: pathlib.Path, stage: int) -> dict[str, Any]:
     engine = _engine(stage)
     _train(engine, 3)
@@ -294,6 +322,7 @@ CASES = {
        for case in (strict, universal) for stage in (1, 3)},
     **{f"{case.__name__}-stage{stage}": (case, stage)
        for case in (resume, files, tags, folders) for stage in (2,)},
+    **{f"in_window-stage{stage}": (in_window, stage) for stage in (0, 1, 2, 3)},
 }  # fmt: skip
 
 

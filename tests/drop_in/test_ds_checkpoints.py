@@ -26,6 +26,12 @@ def test_training_resumes_with_equal_losses(stage, found):
     assert found[f"resume-stage{stage}"] == expected
 
 
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_a_save_in_a_window_keeps_the_window(stage, found):
+    expected = {"weights": True, "losses": True, "end": True, "steps": [2, 2]}
+    assert found[f"in_window-stage{stage}"] == expected
+
+
 @pytest.mark.parametrize("stage", (0, 3))
 def test_parts_that_are_not_loaded(stage, found):
     ours = found[f"only-stage{stage}"]

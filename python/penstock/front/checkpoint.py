@@ -82,6 +82,7 @@ class Checkpointing:
         client_state: Any = None,
         wait: bool = True,
         frozen: bool = True,
+        in_window: bool = False,
     ) -> str:
         """Saves all state that training needs to continue. Call it between step() and a backward.
 
@@ -98,13 +99,18 @@ class Checkpointing:
                 continues. A later call reports a failed write as a RuntimeWarning. `close()` and
                 the next `save()` wait for the write.
             frozen: if False, parameters that do not train are left out (see `load()`).
+            in_window: if True, the call may stand between two backwards of an accumulation window.
+                The checkpoint then has weights and optimizer state as of the last step, without
+                the gradients of the window, and training continues with them. Random generators,
+                buffers and registered objects are saved as they are at the call.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            ConfigError: inside an accumulation window or `gathered(write=True)`; if a value cannot
-                be saved (the error names it); if ranks give different arguments.
+            ConfigError: inside a backward or `gathered(write=True)`; in an accumulation window,
+                unless `in_window` is set; if a value cannot be saved (the error names it); if
+                ranks give different arguments.
             RuntimeFault: if a rank could not save (the error names rank, path and bytes). The
                 incomplete checkpoint is removed.
         """
@@ -112,7 +118,7 @@ class Checkpointing:
         where = self._checkpoints_in(path, "save")
         self._saving = True
         self._pipeline.bring_buffers()
-        return _save(self, where, (tag or "", wait, frozen), client_state)
+        return _save(self, where, (tag or "", wait, frozen, in_window), client_state)
 
     def load(
         self,
@@ -228,7 +234,7 @@ class Checkpointing:
             warnings.warn(f"[front::save] not saved: {failure}", RuntimeWarning, stacklevel=4)
 
 
-def _save(engine: Any, path: str, how: tuple[str, bool, bool], client_state: Any) -> str:
+def _save(engine: Any, path: str, how: tuple[str, bool, bool, bool], client_state: Any) -> str:
     """See `Checkpointing.save`."""
     front: dict[str, Any] = {}
     of_rank: dict[str, Any] = {}
@@ -238,9 +244,9 @@ def _save(engine: Any, path: str, how: tuple[str, bool, bool], client_state: Any
         front, of_rank, tensors = _kept(engine, client_state)
     except Exception as error:  # noqa: BLE001 - from the user's objects; raised on every rank
         problem = str(error)
-    tag, wait, frozen = how
+    tag, wait, *which = how
     parts = (json.dumps(front), json.dumps(of_rank), tensors, problem)
-    return str(engine._core.checkpoints.save(path, tag, wait, *parts, frozen))
+    return str(engine._core.checkpoints.save(path, tag, wait, *parts, *which))
 
 
 def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:

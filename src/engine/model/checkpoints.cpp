@@ -141,7 +141,7 @@ struct Core::State::Checkpointing {
   std::string agree(const std::string& label, const std::string& problem) const {
     return engine::first_problem(*state.executor, label, problem);
   }
-  std::string refusal() const;
+  std::string refusal(bool in_window) const;
   void rest() const;
   engine::ResidualState residuals() const {
     return {*state.executor, state.group->rank(), engine::residual_divisor(state.config)};
@@ -162,14 +162,18 @@ std::vector<std::string> Core::State::Checkpointing::share(const std::string& la
 }
 
 // Returns an error text if nothing can be saved now. Otherwise returns "".
-std::string Core::State::Checkpointing::refusal() const {
+std::string Core::State::Checkpointing::refusal(bool in_window) const {
   const auto seen = state.window->seen();
-  if (seen > 0 || state.window->armed()) {
+  if (state.window->armed()) {
+    return "[engine::save] save() was called while a backward runs, or after one that raised an "
+           "error. Save after the backward, or drop its gradients with zero_grad()";
+  }
+  if (seen > 0 && !in_window) {
     return concat(
         "[engine::save] save() was called in the middle of a window, so the gradients of ", seen,
         " of ", state.config.batch.accumulate,
         " backwards would be lost. Save after step() (force=True closes a window early), "
-        "or drop the gradients with zero_grad()");
+        "drop the gradients with zero_grad(), or pass in_window=True, which leaves them out");
   }
   if (std::any_of(state.progress.begin(), state.progress.end(),
                   [](const auto& unit) { return unit.written > 0; })) {
@@ -431,14 +435,14 @@ const CheckpointTensor* FoundCheckpoint::find(const std::string& role,
 // different arguments.
 void Core::State::Checkpointing::check_asked(const std::string& path, const std::string& tag,
                                              const SaveOptions& options) const {
-  std::string problem = options.problem.empty() ? refusal() : options.problem;
+  std::string problem = options.problem.empty() ? refusal(options.in_window) : options.problem;
   if (problem.empty() && !ckpt::is_tag(tag)) {
     problem = concat("[engine::save] the tag \"", tag,
                      "\" cannot name a folder: it must not be empty, begin with a dot, contain a "
                      "slash or be \"latest\"");
   }
   const std::vector<std::string> asked =
-      share("save", concat(path, "\n", tag, "\n", options.wait, options.frozen));
+      share("save", concat(path, "\n", tag, "\n", options.wait, options.frozen, options.in_window));
   for (size_t other = 0; other < asked.size(); ++other) {
     if (!problem.empty() || asked[other] == asked.front()) continue;
     problem = concat("[engine::save] rank 0 and rank ", other,

@@ -95,6 +95,9 @@ class EngineCheckpoints:
     ) -> bool:
         """Saves the complete state of the training.
 
+        Inside an accumulation window, the checkpoint does not have the gradients of the window,
+        as in DeepSpeed.
+
         Args:
             save_dir: folder of checkpoints, the same on all ranks.
             tag: the checkpoint's name in the folder; default: "global_stepN". If ranks pass
@@ -127,7 +130,13 @@ class EngineCheckpoints:
         }
         kept = _of_first_rank(kept)  # the engine requires the same client_state on all ranks
         client = {_OURS: json.dumps(kept)}
-        self.native.save(root, name, client_state=client, frozen=not exclude_frozen_parameters)
+        self.native.save(
+            root,
+            name,
+            client_state=client,
+            frozen=not exclude_frozen_parameters,
+            in_window=True,
+        )
         _together(lambda: self._write_names(root / name, exclude_frozen_parameters))
         if get_rank() == 0:
             self._set_latest(root, name if save_latest else before)  # the file has no newline
