@@ -4,7 +4,6 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/stream_event.h"
 
 namespace penstock::activations {
 
@@ -86,15 +86,13 @@ struct Activations::Store {
 
   // Copies on the stream of activations, after the work that this thread has queued. The event
   // marks the end of the copy.
-  c10::Event copy(const at::Tensor& to, const at::Tensor& from) const {
-    c10::Event before(stream->device_type()), after(stream->device_type());
-    before.record(device.current());
+  device::StreamEvent copy(const at::Tensor& to, const at::Tensor& from) const {
+    const device::StreamEvent before(device.current());
     const c10::StreamGuard guard(*stream);
     before.block(*stream);
     to.copy_(from, /*non_blocking=*/true);
     device.used_on((to.is_cpu() ? from : to).storage().data_ptr(), *stream);
-    after.record(*stream);
-    return after;
+    return device::StreamEvent(*stream);
   }
 
   const device::Device device;
@@ -252,10 +250,10 @@ struct Activations::SavedTensor {
   std::shared_ptr<mem::Extents> extents;
   int64_t offset = -1;  // in the swap file; -1: not on disk
   mem::DiskTicket moving;
-  std::optional<c10::Event> copied;  // end of the copy to the host
-  at::Tensor back;                   // values on the device, or being copied there
+  std::optional<device::StreamEvent> copied;  // end of the copy to the host
+  at::Tensor back;                            // values on the device, or being copied there
   // End of the copy to the device.
-  std::optional<c10::Event> came;
+  std::optional<device::StreamEvent> came;
   bool wanted = false;  // bring() was called, fetch() not yet
   bool closed = false;
 };

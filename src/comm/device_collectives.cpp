@@ -89,8 +89,7 @@ void DeviceCollectives::run(const Position& position, const c10::Stream& stream,
   // wait.
   try {
     queue();
-    c10::Event end(stream.device_type());
-    end.record(stream);
+    device::StreamEvent end(stream);
     const std::lock_guard lock(mutex_);
     if (!queued_.empty()) queued_.back().end.emplace(std::move(end));
   } catch (const std::exception&) {

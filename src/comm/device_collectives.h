@@ -3,7 +3,6 @@
 // collectives are queued on the calling thread's stream. One thread at a time may call a method,
 // unless the method's comment says otherwise.
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "penstock/group.h"
+#include "src/device/stream_event.h"
 
 namespace c10d {
 class Backend;
@@ -77,8 +77,8 @@ class DeviceCollectives {
  private:
   struct Queued {
     Pending pending;
-    std::optional<c10::Event> end;  // unset while the collective is being queued; queueing may wait
-                                    // for a peer
+    std::optional<device::StreamEvent> end;  // unset while the collective is being queued; queueing
+                                             // may wait for a peer
   };
   void forget_ended();
   bool is_refused();

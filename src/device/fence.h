@@ -1,8 +1,6 @@
 #pragma once
 // Fence: a point at which work of a lane is done. Only fences set an order between lanes, and
 // between a lane and the threads that submit work to it.
-#include <c10/core/Event.h>
-
 #include <condition_variable>
 #include <exception>
 #include <memory>
@@ -10,6 +8,7 @@
 #include <optional>
 
 #include "src/device/device.h"
+#include "src/device/stream_event.h"
 #include "src/trace/recorder.h"
 
 namespace penstock::device {
@@ -40,8 +39,8 @@ class Fence {
     std::shared_ptr<trace::Recorder> recorder;  // of the waiting thread; may be null
     trace::Text line;                           // the plan line of the work
     uint64_t flow = 0;
-    int16_t row = 0;                   // the lane's row
-    std::optional<c10::Event> queued;  // does not change once `done` is true
+    int16_t row = 0;                    // the lane's row
+    std::optional<StreamEvent> queued;  // does not change once `done` is true
   };
   void wait_for_host_half() const;
   void set(const std::exception_ptr& error) const;

@@ -10,7 +10,6 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
-#include <c10/core/Event.h>
 
 #include <algorithm>
 #include <array>
@@ -21,6 +20,7 @@
 #include "src/base/text.h"
 #include "src/device/device.h"
 #include "src/device/host_kernels.h"
+#include "src/device/stream_event.h"
 
 namespace penstock::device {
 
@@ -74,7 +74,7 @@ void add_to_host(Address to, Dtype to_dtype, const at::Tensor& from, Dtype from_
                  const Device& device) {
   struct PinnedPiece {
     at::Tensor buffer;
-    std::optional<c10::Event> arrived{};
+    std::optional<StreamEvent> arrived{};
   };
   const int64_t numel = from.numel();
   const int64_t piece = std::min(numel, kBounceBytes / dtype_bytes(from_dtype));
@@ -84,7 +84,7 @@ void add_to_host(Address to, Dtype to_dtype, const at::Tensor& from, Dtype from_
     const int64_t count = std::min(piece, numel - begin);
     if (count <= 0) return;
     copy_across(into.buffer.narrow(0, 0, count), from.narrow(0, begin, count));
-    into.arrived.emplace(device.where().type()).record(device.current());
+    into.arrived.emplace(device.current());
   };
   send(0, pieces[0]);
   for (int64_t begin = 0, turn = 0; begin < numel; begin += piece, ++turn) {

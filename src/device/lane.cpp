@@ -56,10 +56,7 @@ Fence Lane::submit(std::function<void()> work) {
     task.fence.state_->flow = recorder_->next_flow();
     task.fence.state_->row = row_;
   }
-  if (stream_) {
-    task.after.emplace(device_.where().type());
-    task.after->record(device_.current());
-  }
+  if (stream_) task.after.emplace(device_.current());
   const Fence fence = task.fence;
   if (closing_) {
     task.fence.set(closed_error());
@@ -92,9 +89,7 @@ void Lane::run(Task& task) {
   task.work = nullptr;  // frees the objects of the work before the fence is set
   if (stream_) {
     try {
-      c10::Event queued(device_.where().type());
-      queued.record(*stream_);
-      task.fence.state_->queued.emplace(std::move(queued));
+      task.fence.state_->queued.emplace(*stream_);
     } catch (...) {  // the device failed
       if (!error_) error_ = std::current_exception();
     }

@@ -44,7 +44,7 @@ class Lane {
   struct Task {
     std::function<void()> work;
     Fence fence;
-    std::optional<c10::Event> after;  // end of the submitting thread's queue
+    std::optional<StreamEvent> after;  // end of the submitting thread's queue
   };
   void run();
   void run(Task& task);

@@ -229,8 +229,7 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   if (kind_ != MemoryKind::kHost) {
     try {
       unused.stream = device_.current();
-      unused.after.emplace(device_.where().type());
-      unused.after->record(unused.stream);
+      unused.after.emplace(unused.stream);
     } catch (const std::exception&) {
       // The device failed. It is unknown what still uses the memory, so the memory is never reused.
       // Leases end in destructors, so nothing is thrown here.

@@ -60,6 +60,7 @@ class Counters:
     temporaries: Tally
     host_waits: int
     host_waits_by_name: dict[str, int]
+    new_events: int
     h2d: Tally
     d2h: Tally
     d2d: Tally

@@ -89,6 +89,7 @@ def test_one_wait_a_step(strategy, device_pools):
         assert counted.host_waits_by_name == {"copy_d2h": STEPS}, "the norm's, and no other"
         assert counted.d2h.count == STEPS
         assert counted.h2d.count == 0
+        assert counted.new_events < STEPS, "events are used again"
         collectives = counted.collectives_by_name
         gathers = collectives["all_gather"]
         assert gathers.count == STEPS * count["all_gather"]

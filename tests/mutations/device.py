@@ -397,4 +397,11 @@ BESIDE_A_DEVICE = [
         "  connect(false);\n",
         mesh("launch_messages"),
     ),
+    Mutation(
+        "each event of a device is made anew",
+        "src/device/stream_event.cpp",
+        "    UnusedEvents::get().give_back(std::move(event_));\n",
+        "",
+        Pytest((PROFILE, "-k", "one_wait"), ("_sim",)),
+    ),
 ]

@@ -37,6 +37,7 @@ struct Counters {
   // memory that the cache does not have, and "pinned" for new pinned memory.
   int64_t host_waits = 0;
   std::map<std::string, int64_t> host_waits_by_name;
+  int64_t new_events = 0;
   Tally h2d, d2h, d2d;
   // The bytes of a collective are those of its input or of its output, whichever is larger.
   Tally collectives;

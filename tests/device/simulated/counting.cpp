@@ -54,6 +54,11 @@ void count_temporary(size_t bytes) {
   add(book().counters.temporaries, bytes);
 }
 
+void count_new_event() {
+  const std::lock_guard lock(book().mutex);
+  ++book().counters.new_events;
+}
+
 void count_host_wait(const std::string& name) {
   const std::lock_guard lock(book().mutex);
   ++book().counters.host_waits;

@@ -11,6 +11,7 @@ enum class Direction { kHostToDevice, kDeviceToHost, kDeviceToDevice };
 // `bytes`: those that the kernel reads and writes.
 void count_kernel(const std::string& name, size_t bytes);
 void count_temporary(size_t bytes);
+void count_new_event();
 void count_host_wait(const std::string& name);
 // `touched`: the bytes that a copy on the device reads and writes.
 void count_copy(Direction direction, size_t bytes, size_t touched = 0);

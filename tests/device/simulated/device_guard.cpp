@@ -5,6 +5,7 @@
 #include "tests/device/simulated/allocator.h"
 #include "tests/device/simulated/arena.h"
 #include "tests/device/simulated/control.h"
+#include "tests/device/simulated/counting.h"
 #include "tests/device/simulated/stream.h"
 
 namespace penstock::sim {
@@ -64,11 +65,17 @@ class DevicesAndStreams : public c10::impl::DeviceGuardImplInterface {
 class Guard final : public DevicesAndStreams {
  public:
   // Every event records its time, so the flag does not matter.
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device,
               c10::EventFlag) const override {
+    TORCH_CHECK(device == -1 || device == stream.device_index(), "[sim] an event of device ",
+                int{device}, " cannot be recorded on a stream of device ",
+                int{stream.device_index()});
     visit_device(stream.device_index());
     throw_if_failed(stream.device_index());
-    if (!*event) *event = new Recorded;
+    if (!*event) {
+      *event = new Recorded;
+      count_new_event();
+    }
     recorded(*event) = {sim::record(stream), stream.device_index()};
   }
   void block(void* event, const c10::Stream& stream) const override {

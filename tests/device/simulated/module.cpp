@@ -25,6 +25,7 @@ py::dict counters_as_dict() {
   dict["kernels"] = now.kernels;
   dict["host_waits"] = now.host_waits;
   dict["host_waits_by_name"] = now.host_waits_by_name;
+  dict["new_events"] = now.new_events;
   dict["h2d"] = pair(now.h2d);
   dict["d2h"] = pair(now.d2h);
   dict["d2d"] = pair(now.d2d);

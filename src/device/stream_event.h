@@ -1,0 +1,28 @@
+#pragma once
+// StreamEvent: a point in the work that is queued on a stream of a device. Other streams and the
+// host can wait for it. CUDA takes some microseconds to make and to free an event, and a step of
+// the engine needs several events per unit, so events are used again.
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+namespace penstock::device {
+
+// Usable from any thread whose current device is the stream's ([Note: Contexts]). One owner.
+class StreamEvent {
+ public:
+  // Marks the end of the work that `stream` has so far. Throws what the device throws.
+  explicit StreamEvent(const c10::Stream& stream);
+  ~StreamEvent();  // a later StreamEvent uses the device's event again
+  StreamEvent(StreamEvent&& other) noexcept;
+  StreamEvent& operator=(StreamEvent&& other) noexcept;
+
+  void block(const c10::Stream& stream) const;  // later work of `stream` waits for the event
+  void synchronize() const;                     // the host waits
+  bool query() const;                           // whether the event has passed
+
+ private:
+  c10::Event event_;
+  bool owns_ = true;
+};
+
+}  // namespace penstock::device
