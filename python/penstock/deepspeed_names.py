@@ -66,7 +66,7 @@ _INSTEAD = {
     "deepspeed.runtime.config": "read the keys of the config's dict",
     "deepspeed.runtime.data_pipeline": _DATA,
     "deepspeed.runtime.eigenvalue": _REMOVED,
-    "deepspeed.runtime.fp16.onebit": f"{_REMOVED}; use AdamW or Lion",
+    "deepspeed.runtime.fp16.onebit": f"{_REMOVED}; set the optimizer's type in the config",
     "deepspeed.runtime.progressive_layer_drop": _REMOVED,
     "deepspeed.runtime.quantize": _REMOVED,
     "deepspeed.runtime.domino": "mesh.tensor cuts layers over ranks (docs/parallel.md)",

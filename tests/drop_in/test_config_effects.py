@@ -124,6 +124,16 @@ FED_BACK: dict[str, tuple[dict[str, Any], str, str]] = {
         "grad=sign/128",
         "residual rest=PP@device:bf16",
     ),
+    "zero one": (
+        {
+            "optimizer": {
+                "type": "ZeroOneAdam",
+                "params": {"lr": 1e-3, "var_update_scaler": 3, "local_step_scaler": 8},
+            }
+        },
+        "grad=sign/128",
+        "residual rest=PP@device:bf16",
+    ),
 }
 
 

@@ -304,18 +304,37 @@ struct KeyKind {
 };
 
 constexpr const char* kOneBit = "onebitadam";
+constexpr const char* kZeroOne = "zerooneadam";
+constexpr const char* kBiasUnread = "DeepSpeed never corrects these optimizers' moments";
 
-bool is_one_bit(const Leaves& given) { return lower(given.text("optimizer.type", "")) == kOneBit; }
+bool is_optimizer(const Leaves& given, const char* name) {
+  return lower(given.text("optimizer.type", "")) == name;
+}
 
-// 1-bit Adam keeps its second moments from `freeze_step` on, and sends one bit per value. Every
-// rank of DeepSpeed has all of the optimizer's state; zero1 gives the same weights.
+bool sends_one_bit(const Leaves& given) {
+  return is_optimizer(given, kOneBit) || is_optimizer(given, kZeroOne);
+}
+
+// Both send one bit per value, and keep their second moments in the steps that do. 1-bit Adam does
+// so from `freeze_step` on. 0/1 Adam does so between exact steps, which become rarer: first each
+// step is exact, then every second one after `var_update_scaler` steps, and so on; here, every
+// `var_update_scaler`-th one from then on. Every rank of DeepSpeed has all of the optimizer's
+// state; zero1 gives the same weights.
 void take_one_bit(const Leaves& given, Json& native) {
   if (given.flag("fp16.enabled", false)) {
-    refuse(given, "optimizer.type", "for fp16: \"AdamW\". OneBitAdam needs bf16 or fp32 here");
+    refuse(given, "optimizer.type",
+           "for fp16: \"AdamW\". Optimizers with one bit per value need bf16 or fp32 here");
   }
-  const int64_t freeze = given.whole("optimizer.params.freeze_step", 100'000);
   native["comm"]["codec"] = "1bit";
-  native["comm"]["exact_first"] = std::max<int64_t>(1, freeze);
+  if (is_optimizer(given, kZeroOne)) {
+    const int64_t interval =
+        std::max<int64_t>(2, given.whole("optimizer.params.var_update_scaler", 16));
+    native["comm"]["exact_first"] = interval;
+    native["comm"]["exact_every"] = interval;
+  } else {
+    const int64_t freeze = given.whole("optimizer.params.freeze_step", 100'000);
+    native["comm"]["exact_first"] = std::max<int64_t>(1, freeze);
+  }
   if (native["strategy"] == "ddp") native["strategy"] = "zero1";
 }
 
@@ -327,6 +346,7 @@ void take_optimizer(const Leaves& given, Json& native) {
       {"adagrad", "Adagrad", {{"lr", 1e-2}, {"eps", 1e-10}, {"weight_decay", 0.0}}},
       {"sgd", "SGD", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
       {kOneBit, "AdamW", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
+      {kZeroOne, "AdamW", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
   };
   const bool low = given.flag("bf16.bf16_optimizer_states", false) ||
                    !given.flag("optimizer.params.fp32_optimizer_states", true);
@@ -340,8 +360,8 @@ void take_optimizer(const Leaves& given, Json& native) {
                                         [&](const KeyKind& one) { return type == one.name; });
   if (kind == std::end(kKinds))
     refuse(given, "optimizer.type",
-           "\"Adam\", \"AdamW\", \"Lion\", \"Adagrad\", \"SGD\", \"OneBitAdam\"; or pass a torch "
-           "optimizer");
+           "\"Adam\", \"AdamW\", \"Lion\", \"Adagrad\", \"SGD\", \"OneBitAdam\", "
+           "\"ZeroOneAdam\"; or pass a torch optimizer");
   Json optimizer = {{"type", kind->native}};
   optimizer.update(kind->defaults);
   const bool decays = given.flag("optimizer.params.adam_w_mode", true);
@@ -355,7 +375,7 @@ void take_optimizer(const Leaves& given, Json& native) {
     if (value != nullptr) optimizer[key] = *value;
   }
   if (type == "adam" && !decoupled) optimizer["type"] = "Adam";
-  if (is_one_bit(given)) take_one_bit(given, native);
+  if (sends_one_bit(given)) take_one_bit(given, native);
   if (low) optimizer["moments_dtype"] = "bf16";
   native["optimizer"] = optimizer;
 }
@@ -462,9 +482,13 @@ void note_effect(const Leaves& leaves, int world, GivenKey& key) {
     key.fate = kNoEffect;
     key.note = "parameters are not sharded below stage 3";
   }
-  if (key.key == "optimizer.params.freeze_step" && !is_one_bit(leaves)) {
+  if (key.key == "optimizer.params.freeze_step" && !is_optimizer(leaves, kOneBit)) {
     key.fate = kNoEffect;
     key.note = "only OneBitAdam uses it";
+  }
+  if (key.key == "optimizer.params.var_update_scaler" && !is_optimizer(leaves, kZeroOne)) {
+    key.fate = kNoEffect;
+    key.note = "only ZeroOneAdam uses it";
   }
   if (key.key.find("zeropp_loco_param") != std::string::npos &&
       !leaves.flag("zero_optimization.zero_quantized_gradients", false)) {
@@ -503,7 +527,11 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
   leaves.take(config, "");
   TranslatedConfig translated;
   check_together(leaves, config);
-  for (const auto& [key, value] : leaves.all) translated.given.push_back(look_up(key, value));
+  for (const auto& [key, value] : leaves.all) {
+    const bool unread = key == "optimizer.params.bias_correction" && sends_one_bit(leaves);
+    translated.given.push_back(unread ? GivenKey{key, value.dump(), kNoEffect, kBiasUnread}
+                                      : look_up(key, value));
+  }
   for (const auto& [key, value] : leaves.dotted)
     translated.given.push_back({key, value.dump(), kNoEffect, kDotted});
   for (const auto* keys : {&values.auto_keys, &values.left_over}) {

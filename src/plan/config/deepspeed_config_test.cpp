@@ -94,6 +94,12 @@ TEST(DeepSpeedConfig, ErrorFeedbackIsTakenOver) {
       {R"({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 20}}})",
        "/comm/exact_first = 20"},
       {R"({"optimizer": {"type": "OneBitAdam"}})", "/comm/codec = \"1bit\""},
+      {R"({"optimizer": {"type": "ZeroOneAdam", "params": {"var_update_scaler": 8}}})",
+       "/comm/exact_every = 8"},
+      {R"({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 30,
+          "bias_correction": false, "local_step_scaler": 1000, "local_step_clipper": 16}}})",
+       "/comm/exact_first = 16"},
+      {R"({"optimizer": {"type": "ZeroOneAdam"}})", "/comm/codec = \"1bit\""},
       {R"({"optimizer": {"type": "OneBitAdam"}})", "/strategy = \"zero1\""},
   };
   for (const Taken& one : cases) expect_taken(one);
