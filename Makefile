@@ -132,6 +132,8 @@ lint: $(SETUP)  ## format, types, spelling, layers, sizes, names
 	@for tool in check_layers check_size check_names; do \
 	  $(BIN)/python tools/$$tool.py --self-test; $(BIN)/python tools/$$tool.py; \
 	done
+	@echo "[lint] claims of the pages"
+	@$(BIN)/python tools/check_claims.py --strict
 
 format: $(SETUP)  ## rewrite sources as lint wants them
 	@$(BIN)/clang-format -i $(CPP)
