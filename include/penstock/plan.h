@@ -28,7 +28,7 @@ struct Machine {
   double host_memory = 3.5e10;    // used by the CPU optimizer
   double device_memory = 2.5e12;  // used by the device's optimizer
   double overlap = 1.0;  // share of a lane's seconds that does not slow down concurrent computing
-  // Returns rough numbers for one rank on CPUs. Choices depend only on the order of these numbers.
+  // Returns rough numbers for one rank on CPUs. Choices depend only on which of them are larger.
   static Machine cpu() { return {1e11, 2e9, 1e9, 5e9, 1e9, 8e9, 8e9}; }
 };
 
@@ -71,13 +71,13 @@ struct PlanQuestion {
 struct CodecAlternative {
   std::string codec;
   Alternative best;  // its steps with encoded exchanges
-  // Seconds per step, also of exact steps: 15% of the steps if the codec needs some, else none.
+  // Mean seconds per step. If the codec needs exact steps, 15% of the steps are exact.
   double average = 0;
 };
 
 struct PlanReport {
-  std::vector<Alternative>
-      alternatives;  // first those that fit, tight ones after the others; the fastest first
+  // First those that fit, then those that fit tightly, then the others; each kind by speed.
+  std::vector<Alternative> alternatives;
   std::map<std::string, std::string>
       same;  // omitted strategy -> a listed strategy that is equal on this mesh
   // By codec, if there are other ranks to exchange with and the config asks for no lossy wires

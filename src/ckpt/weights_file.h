@@ -25,7 +25,7 @@ class PENSTOCK_API WeightsFile {
   void read(int64_t offset, int64_t numel, at::ScalarType from, at::ScalarType into,
             void* to) const;
   // Returns a hash of the file's size and of bytes at 256 places. Ranks compare these hashes to
-  // find different files.
+  // detect that their files differ.
   uint64_t print() const;
 
  private:

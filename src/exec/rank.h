@@ -107,8 +107,8 @@ struct Rank {
   bool counts(const Flat& flat) const { return flat.placement.is_counted_by(mesh, group.rank()); }
   // Returns the ranks of this stage whose parameters of the flat have the same values.
   const Members& replicas(const Flat& flat) const;
-  // Both functions make the copies that a flat keeps for the whole run. They make resting copies
-  // without memory, and the extents of these copies on disk.
+  // Both functions make the copies that a flat keeps for the whole run. Resting copies get
+  // no memory yet, but those on disk get their extents.
   void claim_params(Flat& flat);
   void claim_state(Flat& flat, int num_chunks, int num_moments);
   // Makes a buffer of the flat under `place`, without memory.

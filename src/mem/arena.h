@@ -5,7 +5,6 @@
 // would take the pool above its highest use so far, it first returns unused buffers to the system.
 // So a pool holds hardly more than its peak use.
 #include <c10/core/Allocator.h>
-#include <c10/core/Event.h>
 
 #include <array>
 #include <cstdint>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include "src/device/device.h"
+#include "src/device/stream_event.h"
 
 namespace penstock::mem {
 
@@ -34,7 +34,7 @@ struct Usage {
   int64_t held = 0;  // bytes that the pool has from the system, used or unused
 };
 
-// The limit on bytes in use. `name` is the text for the memory and its limit in the error: "device
+// The limit on bytes in use. `name` names the memory and its limit in error texts: "device
 // memory (memory.device_bytes)". `advice` is called only for an error, and returns a text that says
 // what would fit.
 struct Budget {
@@ -73,7 +73,7 @@ class Pool {
  private:
   struct Unused {
     c10::DataPtr data;
-    std::optional<c10::Event> after;  // the last use on the device
+    std::optional<device::StreamEvent> after;  // the last use on the device
     c10::Stream stream;
   };
   using Buffers = std::list<Unused>;  // of one size, the most recently given back first

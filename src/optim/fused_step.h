@@ -15,12 +15,13 @@
 
 namespace penstock::optim {
 
-// What multiplies the gradients: a product, in fp32, of a factor that the host knows and one that
+// The factor of the gradients: the product, in fp32, of a factor that the host knows and one that
 // was computed on the device.
 struct FusedScale {
   float host = 1.0F;
-  const float* device = nullptr;     // null: 1
-  const float* found_inf = nullptr;  // on the device; if not 0, nothing changes. May be null
+  const float* device = nullptr;  // null: a factor of 1
+  const float* found_inf =
+      nullptr;  // on the device; a value other than 0 prevents the update. May be null
 };
 
 // The functions of an open plugin. Copies refer to the same plugin.

@@ -56,7 +56,7 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, penstock::optim::HooksOfHostAsC
 namespace penstock::optim {
 namespace {
 
-// Sets the plugin of this process, which is opened when it is first asked for.
+// Sets this process's plugin. It is opened when it is first needed.
 void choose_plugin(const char* path) { setenv("PENSTOCK_CUDA_PLUGIN", path, /*replace=*/1); }
 
 // A run of three values, and its memory.

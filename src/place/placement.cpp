@@ -174,7 +174,8 @@ Move parse_move(std::string_view text) {
     if (colon < argument.size() && move.is_collective()) {
       move.wire = Wire::parse(argument.substr(colon + 1));
     } else if (colon < argument.size()) {
-      throw ConfigError(concat("[place::parse_move] '", text, "' is not a collective: no wire"));
+      throw ConfigError(
+          concat("[place::parse_move] '", text, "' is not a collective, so it cannot have a wire"));
     }
   }
   return move;

@@ -5,18 +5,18 @@
 // encode blocks of values: each block has an fp32 scale and one small integer per value, so a
 // block's largest value is exact up to rounding. All receivers, the sender included, use the
 // decoded values, so replicas stay equal. A sum adds the decoded addends in fp32 and in rank order.
-// Zeros stay zeros. A block with a value that is not finite decodes to NaN. The code `sign` keeps
-// one bit per value and is the exception: the scale is the mean magnitude of the block, to which
-// every value of the block rounds, also a zero, unless all of them are zeros.
+// Zeros stay zeros. A block with a value that is not finite decodes to NaN. The exception is the
+// code `sign`, which keeps one bit per value: each value decodes to plus or minus the mean
+// magnitude of its block. So does a zero, unless the whole block is zero.
 //
-//   nearest     the error of a value is at most half a step of its block. Used where each transfer
-//               encodes the same authority again (parameters), so errors never add up.
+//   nearest     the error of a value is at most half a step of its block. Used for parameters:
+//               every transfer encodes from the authority, so errors never add up.
 //   stochastic  rounds up or down at random, so the mean of the error is zero. Used for addends:
 //               nearest would lose values below half a step in every step.
 //
-// A delta ([Note: Deltas]) is what the sender's new values differ by from those that the receivers
-// hold. Its steps are those of the change, not of the values, and what it rounds away is part of
-// the next difference.
+// A delta ([Note: Deltas]) is the difference between the sender's new values and the values that
+// the receivers hold. The size of the difference, not of the values, sets the rounding step, and
+// the rounding error is part of the next difference.
 #include <array>
 #include <cstdint>
 #include <string>
@@ -63,7 +63,7 @@ struct Wires {
   Wire& on(Axis axis) { return axes[static_cast<size_t>(axis)]; }
   bool lossy() const;  // on any axis
   bool has(Code code) const;
-  // Gives the data axis that has size one the wire of the other data axis, as normalize() does with
+  // If one data axis has size one, gives it the wire of the other one, as normalize() does with
   // layouts.
   Wires on(const Mesh& mesh) const;
   // "int8/128" for both data axes, or "node:int4/128" with the axes that are not plain.

@@ -239,12 +239,12 @@ class Checker {
   void base(const Placement& optim) const {
     if (!takes_deltas(table_)) {
       refuse(Role::kParam, Phase::kRest, "base",
-             concat("table.wire.publish adds deltas to the parameters at rest: these must be on "
-                    "device in ",
-                    dtype_name(precision_), ", and from table.optim.update (\"",
+             concat("table.wire.publish adds deltas to the parameters at rest. These must be on "
+                    "the device in ",
+                    dtype_name(precision_),
+                    ", and gathers must lead to them from table.optim.update (\"",
                     written_.at(Role::kOptim, Phase::kUpdate).text(),
-                    "\") they must only be gathered, such as \"RR@device:", dtype_name(precision_),
-                    "\""));
+                    "\"): write \"RR@device:", dtype_name(precision_), "\""));
     }
     if (cell(Role::kOptim, Phase::kRest).layout != optim.layout) {
       refuse(Role::kOptim, Phase::kRest, "base",

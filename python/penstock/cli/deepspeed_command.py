@@ -70,7 +70,7 @@ def switch_on() -> list[pathlib.Path]:
         raise ConfigError(
             f"[deepspeed::on] DeepSpeed {version} is installed in this environment, and its "
             f"commands would be replaced: run `pip uninstall deepspeed` first, or use `penstock "
-            f"run --as-deepspeed`, which needs no switch"
+            f"run --as-deepspeed`, which works beside DeepSpeed"
         )
     taken = [n for n in COMMANDS if (commands / n).exists() and not _is_ours(commands / n)]
     if taken:

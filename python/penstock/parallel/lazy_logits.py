@@ -193,9 +193,9 @@ def _refuse_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     )
     if writes and any(isinstance(one, LazyLogits) for one in given):
         raise RuntimeFault(
-            f"[front::LazyLogits] `{name}` on logits without values (tiling.loss_tokens, "
-            f"parallel.cut_logits) would be lost. Compute them first, logits = logits.whole(), or "
-            f"make new logits (masked_fill in place of masked_fill_)"
+            f"[front::LazyLogits] these logits have no values yet (tiling.loss_tokens, "
+            f"parallel.cut_logits), so the result of `{name}` would be lost. Compute the values "
+            f"first (logits = logits.whole()), or make new logits (masked_fill, not masked_fill_)"
         )
 
 

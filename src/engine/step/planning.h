@@ -12,9 +12,9 @@ namespace penstock {
 struct Core::State::Planning {
   // Plans step `steps + 1`. No section may be running.
   void make() const;
-  // Returns the section's plan, with the table's wires also if step `steps + 1` is exact.
+  // Returns the section's plan, with the table's wires even if step `steps + 1` is exact.
   Plan plan(Section section) const;
-  // Begins a window of a pipeline, and plans its actions if the last window had others.
+  // Begins a window of a pipeline. Plans its actions again if they differ from the last window's.
   void begin_window(const Schedule& schedule, bool trains) const;
   // Returns the PlanName::action of a section that begins.
   int action_of(Section section) const;
@@ -29,8 +29,8 @@ struct Core::State::Planning {
   // Layers are about to exchange something with tensor or sequence ranks. Exchanges outside of
   // training are ignored.
   void add_exchange(const LayerExchange& made, const comm::Label& label) const;
-  // [ranks of the stage] Counts a step that ended. After step one, plans what layers exchanged:
-  // only then has each stage of a rank had a backward.
+  // [ranks of the stage] Counts a step that ended. After step one, adds what layers
+  // exchanged to the plans. Before, not every stage of a rank has had a backward.
   void begin_next_step() const;
   // Returns a collective among the ranks of this stage. Other stages are at other places in the
   // schedule.

@@ -106,7 +106,7 @@ TEST(Config, BytesMayBeTextWithAUnit) {
   EXPECT_EQ(config.comm.bucket_bytes, 0);
 }
 
-// Every key in bytes, so that no new key is forgotten.
+// Lists every key whose value is in bytes, so that no new one is forgotten.
 TEST(Config, EveryKeyOfBytesTakesText) {
   const json flat = json::parse(Config().json()).flatten();
   int num_keys = 0;
