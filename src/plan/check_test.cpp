@@ -186,8 +186,8 @@ TEST(CheckTest, DeltasStartFromABaseBesideTheMasters) {
       {sharded, "table.wire.publish is \"int4/128\": wire: no parameter travels over the axis"},
       {away, "base: table.wire.publish adds deltas to the parameters at rest"},
       {turned, "table.optim.rest is \"RS@device:fp32\": base: with table.wire.publish"},
-      {slices, "they must only be gathered, such as \"RR@device:bf16\""},
-      {crosses, "they must only be gathered, such as \"RR@device:bf16\""},
+      {slices, "write \"RR@device:bf16\""},
+      {crosses, "write \"RR@device:bf16\""},
       {ddp, "over the axis node while table.optim.update is \"RR@device:fp32\""},
   };
   for (const Case& one : cases) {
