@@ -6,10 +6,7 @@ optimizer that computes in Python, and registered objects. docs/formats.md descr
 
 import json
 import os
-import signal
-import threading
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, _penstock
-from penstock.front import export, generators, module_tree, ranks
+from penstock.front import export, generators, module_tree, ranks, save_signals
 from penstock.front.json_values import decode, decode_scalar, encode, encode_scalar
 from penstock.front.model_state import extra_states
 from penstock.front.optimizer import ShardStep
@@ -25,38 +22,6 @@ from penstock.launch import RESUME
 
 _Tensor = _penstock.CheckpointTensor
 _OWN = "optim."  # prefix of the roles of the state that a Python optimizer keeps
-
-
-class _Signals:
-    """Signal handlers that make engines save. They also call the earlier handlers."""
-
-    GOES_ON, ENDS = 1, 2
-    engines: "dict[int, weakref.WeakSet[Checkpointing]]" = {}
-    before: dict[int, Any] = {}
-
-    @classmethod
-    def watch(cls, signum: int, engine: "Checkpointing") -> None:
-        if signum not in cls.engines:
-            if threading.current_thread() is not threading.main_thread():
-                raise ConfigError(
-                    '[front::initialize] "checkpoint.signals" needs the main thread, because '
-                    "Python sets signal handlers only there. Call initialize() in the main thread"
-                )
-            cls.engines[signum] = weakref.WeakSet()
-            cls.before[signum] = signal.signal(signum, cls.handle)
-        cls.engines[signum].add(engine)
-
-    @classmethod
-    def handle(cls, signum: int, frame: Any) -> None:
-        living = [one for one in cls.engines[signum] if one._open()]
-        for one in living:
-            one._core.checkpoints.ask(cls.ENDS if signum == signal.SIGTERM else cls.GOES_ON)
-        before = cls.before[signum]
-        if callable(before):
-            before(signum, frame)
-        elif not living and before == signal.SIG_DFL:  # no open engine is left to save
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
 
 
 class Checkpointing:
@@ -209,15 +174,14 @@ class Checkpointing:
 
     def _watch_signals(self) -> None:
         for name in self.config.checkpoint.signals:
-            _Signals.watch(signal.Signals[name], self)
+            save_signals.watch(name, self)
 
     def _save_if_asked(self) -> None:
         urgency = self._core.checkpoints.asked()
         if urgency == 0:
             return
         self.save(client_state=self.client_state)
-        if urgency == _Signals.ENDS:
-            raise SystemExit(128 + signal.SIGTERM)
+        save_signals.end_if(urgency)
 
     def _checkpoints_in(self, path: Any, call: str) -> str:
         where = os.fspath(path) if path is not None else self.config.checkpoint.path
