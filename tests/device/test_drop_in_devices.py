@@ -14,6 +14,7 @@ DROP_IN = pathlib.Path(__file__).parents[1] / "drop_in"
 sys.path.append(str(DROP_IN))
 
 import model_ranks  # noqa: E402 - of that folder
+import offloaded_inputs  # noqa: E402 - of that folder
 import record  # noqa: E402 - of that folder
 
 pytestmark = pytest.mark.skipif(on_device.NAME != "sim", reason="it lends the device a name")
@@ -113,3 +114,18 @@ def test_calls(call, drop_in_pools):
 @pytest.mark.parametrize(("stage", "built"), ((1, True), (3, False), (3, True)))
 def test_parameters(stage, built, drop_in_pools):
     drop_in_pools(2).run(drop_in_ranks.parameters, stage, built)
+
+
+@pytest.mark.parametrize("pins", (True, False))
+@pytest.mark.parametrize("keep", (0, 1, 9))
+def test_inputs_of_recomputed_layers_wait_on_the_host(keep, pins, drop_in_pools):
+    (found,) = drop_in_pools(1).run(offloaded_inputs.counts, "device", keep, pins)
+    moved = max(0, offloaded_inputs.LAYERS - keep)
+    assert found["offloaded_tensors"] == found["restored_tensors"] == moved
+    assert found["kept_last_tensors"] == offloaded_inputs.LAYERS - moved
+    assert found["offloaded_bytes"] == moved * 8 * offloaded_inputs.WIDTH * 4
+    assert found["skipped_marked_tensors"] == 0
+
+
+def test_which_marked_inputs_move(drop_in_pools):
+    assert drop_in_pools(1).run(offloaded_inputs.marked_by_hand) == [[1, 0, 0]]

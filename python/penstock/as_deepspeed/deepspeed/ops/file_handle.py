@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import weakref
 from collections.abc import Callable
@@ -29,10 +30,10 @@ _Move = tuple[Callable[..., int], int]  # the system's call and the flags to ope
 _READ, _WRITE = (os.preadv, os.O_RDONLY), (os.pwritev, os.O_WRONLY | os.O_CREAT)
 
 
-def _transfer(how: _Move, held: memoryview, path: str, at: int) -> None:
+def _transfer(how: _Move, held: memoryview, path: str | int, at: int) -> None:
     """Moves all bytes between memory and a file, starting at an offset in the file."""
     done, (move, flags) = 0, how
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = os.open(path, flags, 0o644) if not isinstance(path, int) else path
     try:
         while done < len(held):
             moved = move(descriptor, [held[done:]], at + done)
@@ -43,15 +44,19 @@ def _transfer(how: _Move, held: memoryview, path: str, at: int) -> None:
                 )
             done += moved
     finally:
-        os.close(descriptor)
+        if not isinstance(path, int):
+            os.close(descriptor)
 
 
 class PinMemoryHandle:
     """Makes host tensors for transfers. They need no pinned memory here."""
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a vector without values, of the example's dtype."""
-        return torch.empty(num_elem, dtype=example_tensor.dtype)
+        """Returns a vector of the example's dtype. It begins at a page, as O_DIRECT needs."""
+        if num_elem == 0:
+            return torch.empty(0, dtype=example_tensor.dtype)
+        pages = mmap.mmap(-1, num_elem * example_tensor.element_size())
+        return torch.frombuffer(pages, dtype=example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Returns True. The memory is freed with the tensor."""
@@ -98,7 +103,9 @@ class AioHandle(PinMemoryHandle):
             raise AttributeError(name)
         return lambda: self._options[option]
 
-    def _begin(self, move: _Move, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+    def _begin(
+        self, move: _Move, buffer: torch.Tensor, filename: str | int, file_offset: int = 0
+    ) -> int:
         held = _bytes_of(buffer)
         self._pending.append(self._threads.submit(_transfer, move, held, filename, file_offset))
         return 0
@@ -110,9 +117,22 @@ class AioHandle(PinMemoryHandle):
     # Fill the buffer from the file, or write it to the file. async_*() return before it is done:
     # call wait() before you use or change the buffer.
     async_pread = functools.partialmethod(_begin, _READ)
-    async_pwrite = functools.partialmethod(_begin, _WRITE)
     sync_pread = functools.partialmethod(_run, _READ)
     sync_pwrite = functools.partialmethod(_run, _WRITE)
+
+    def async_pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: str | int | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
+        """Begins to write the buffer to the file, or to an open file `fd`. Returns 0."""
+        target = filename if fd is None else fd
+        if target is None or (filename is not None and fd is not None):
+            raise TypeError("async_pwrite() needs either filename or fd")
+        return self._begin(_WRITE, buffer, target, file_offset)
 
     def _choose(
         self,

@@ -1,0 +1,32 @@
+"""Collectives of several tensors at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@torch.no_grad()
+def reduce_scatter_coalesced(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """Averages the tensors over the ranks of the group, in one collective.
+
+    The tensors keep their values. They must have one dtype and one device.
+
+    Returns:
+        For each tensor its part of this rank, with one dimension: ceil(numel / ranks) elements, and
+        fewer or none on the last ranks if these do not divide numel.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    sizes = [-(-one.numel() // world) for one in tensors]
+    together = tensors[0].new_zeros(world, sum(sizes))
+    for one, own in zip(tensors, together.split(sizes, dim=1), strict=True):
+        for part, given in zip(own, one.reshape(-1).split(max(own.shape[1], 1)), strict=False):
+            torch.div(given, world, out=part[: given.numel()])
+    made = torch.empty_like(together[rank])
+    dist.reduce_scatter_tensor(made, together.view(-1), group=group)
+    parts = []
+    for one, size, part in zip(tensors, sizes, made.split(sizes), strict=True):
+        parts.append(part[: max(0, min(size, one.numel() - rank * size))])
+    return parts
