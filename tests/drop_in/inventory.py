@@ -59,7 +59,7 @@ deepspeed.comm.log_summary x()
 deepspeed.comm.initialize_mesh_device x((1, 1), ('data_parallel', 'sequence_parallel'))
 deepspeed.zero.Init x(enabled=False).__enter__()
 deepspeed.zero.GatheredParameters x([]).__enter__()
-deepspeed.zero.register_external_parameter x(model, model.weight)
+deepspeed.zero.register_external_parameter x(model, model.weight) or model.weight.is_external_param
 deepspeed.zero.unregister_external_parameter x(model, model.weight)
 deepspeed.zero.TiledLinear x(4, 4, in_splits=2)(torch.ones(4))
 deepspeed.zero.TiledLinearReturnBias x(4, 4)

@@ -50,7 +50,7 @@ def mark(param: torch.Tensor, checks: bool = False) -> None:
     made.ds_id = next(_ids)
     made.ds_shape, made.ds_numel = param.shape, param.numel()
     made.ds_status, made.ds_persist = ZeroParamStatus.NOT_AVAILABLE, False
-    made.ds_active_sub_modules = set()
+    made.ds_active_sub_modules, made.is_external_param = set(), False
     made.ds_enable_sanity_checks = checks
     made.ds_process_group = None
     made.ds_tensor = None
@@ -453,13 +453,20 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Accepted, without effect: the engine finds other modules' parameters that a module reads."""
+    """Only marks the parameter. The engine finds by itself which parameters of other modules a
+    module reads.
+
+    Raises:
+        RuntimeError: if `parameter` is not a torch.nn.Parameter.
+    """
     if not isinstance(parameter, torch.nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
+    parameter.is_external_param = True  # type: ignore[attr-defined]
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Accepted, without effect: see register_external_parameter()."""
+    """Takes the mark off. See register_external_parameter()."""
+    parameter.is_external_param = False  # type: ignore[attr-defined]
 
 
 def is_zero_param(parameter: Any) -> bool:
