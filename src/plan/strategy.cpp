@@ -152,12 +152,11 @@ std::string codec_refusal(const Config& config, const ModelDesc& model) {
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config, model);
   if (table.keeps_residual() || !rounds_twice(lossy_sums(table.on(mesh), mesh))) return "";
-  return concat(
-      "[plan::codec_refusal] \"comm.codec\" is \"", codec->name,
-      "\", which keeps what one rounding of a gradient loses, but with strategy \"",
-      config.strategy,
-      "\" gradients are rounded twice: use \"zero1\", \"zero2\", \"zero3\" or \"hpz\", or "
-      "the codec \"int8\"");
+  return concat("[plan::codec_refusal] \"comm.codec\" is \"", codec->name,
+                "\", which keeps the error of one rounding of gradients, but strategy \"",
+                config.strategy,
+                "\" rounds gradients twice. Use \"zero1\", \"zero2\", \"zero3\" or \"hpz\", or "
+                "the codec \"int8\"");
 }
 
 bool is_exact_step(const CommConfig& comm, int64_t step) {
@@ -351,28 +350,30 @@ Counts at_or_empty(const std::map<std::string, Counts>& counts, const std::strin
 
 }  // namespace
 
-Ledger predict(const Config& config, ModelDesc model, bool external_optimizer) {
+Ledger predict(const Config& config, ModelDesc model, bool external_optimizer,
+               const PlanOf& plan_of) {
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config, model).on(mesh);
   set_chunks(config, table, model);
   end_frozen_last(table, model);
   const int moments = external_optimizer ? 0 : num_moments(config);
   const auto ledger_of = [&](const Table& wired) {
-    return simulate(window_plan(config, wired, model), wired, model, mesh,
+    const Plan plan = plan_of ? plan_of(wired, model) : window_plan(config, wired, model);
+    return simulate(plan, wired, model, mesh,
                     {.moments_per_param = static_cast<double>(moments),
                      .late_update = config.offload.late_update && !table.rests_whole(),
                      .external = external_optimizer});
   };
   Ledger ledger = ledger_of(table);
   if (!has_exact_steps(config.comm)) return ledger;
-  // The peaks are those of exact steps too; the traffic is that of the other steps.
+  // The peaks also cover exact steps. The traffic is that of the other steps.
   Table exact = table;
   exact.wires = {};
   return with_peaks_of(ledger_of(exact), std::move(ledger));
 }
 
-// The first and the last micro-batch of a window are not like the other ones, and their neighbours
-// may also differ.
+// In a window of more micro-batches than this, each additional micro-batch adds the same traffic.
+// The first and the last micro-batch differ from the others, and their neighbours may also differ.
 constexpr int64_t kAlike = 3;
 
 Ledger predict_window(const Config& config, ModelDesc model, bool external_optimizer) {

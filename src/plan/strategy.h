@@ -1,6 +1,7 @@
 #pragma once
 // Pure functions that convert a Config to the values that the planner works with.
 #include <array>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -31,16 +32,16 @@ PENSTOCK_API int data_rank(const MeshConfig& mesh, int rank);
 // recomputed.
 void mark_recomputed(const Config& config, ModelDesc& model);
 
-// Moves the end of each unit with frozen parameters, in backward, after the units that only produce
-// a gradient. No gradient marks the last use of frozen parameters, so their unit stays in use until
-// the backward enters another unit.
+// Changes the order of the backward: each unit with frozen parameters ends only after the following
+// visits that only produce a gradient. No gradient marks the last use of frozen parameters, so
+// their unit stays in use until the backward enters another unit.
 void end_frozen_last(const Table& table, ModelDesc& model);
 
 // Sets the number of chunks in which each unit's optimizer state passes through memory. `table`
 // must be normalized for the mesh.
 void set_chunks(const Config& config, const Table& table, ModelDesc& model);
-// Replaces "auto" by the dtype that sends fewer bytes between nodes. `rings`: the ranks have a
-// device back end that sums along rings.
+// Replaces "auto" in comm.reduce_dtype by the dtype that sends fewer bytes between nodes. `rings`:
+// the ranks have a device back end that sums along rings.
 void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config);
 // Applies the plan passes that the config selects.
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
@@ -56,20 +57,23 @@ bool has_exact_steps(const CommConfig& comm);
 // Returns whether the strategy's resting parameters are sharded, so that they can be on another
 // tier.
 bool can_rest_away(const std::string& strategy);
-// Returns the same settings for a different strategy and optimizer tier, without the settings that
-// do not apply there.
+// Returns the config with another strategy and optimizer tier, without the settings that do not
+// apply to them.
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer);
-int num_moments(const Config& config);  // per parameter, without the master
+int num_moments(const Config& config);  // number per parameter, without the master
 
 // Returns the plan of one window as the engine runs it: section after section, each with its plan
 // passes. `table` must be normalized for the mesh, and set_chunks() must have been called for
 // `model`.
 Plan window_plan(const Config& config, const Table& table, const ModelDesc& model);
 
-// Predicts one training step of this strategy. The bytes are the peaks of a run: of its first steps
-// and of the steps after them. `penstock plan`, initialize(), the advice in errors and the ledger
-// all report these bytes.
-Ledger predict(const Config& config, ModelDesc model, bool external_optimizer = false);
+// Predicts one training step of this strategy. The bytes are peaks over a whole run: over its first
+// steps and all later ones. `penstock plan`, initialize(), the advice in errors and the ledger all
+// report these bytes.
+// `plan_of`: plans the window with a table, instead of window_plan() (pipelines).
+using PlanOf = std::function<Plan(const Table& table, const ModelDesc& model)>;
+Ledger predict(const Config& config, ModelDesc model, bool external_optimizer = false,
+               const PlanOf& plan_of = {});
 // Like predict(), but plans at most three micro-batches of a window, since all other micro-batches
 // are alike.
 Ledger predict_window(const Config& config, ModelDesc model, bool external_optimizer = false);

@@ -9,8 +9,8 @@ namespace penstock {
 
 namespace {
 
-// Returns the wires of step `step`: the table's, or plain ones in an exact step. Its updated
-// parameters are those of the next step's forward.
+// Returns the wires of step `step`: the table's, or plain ones in an exact step. The next step's
+// forward uses the published parameters, so that step determines their wire.
 TableWires wires_of(const Config& config, const Table& table, int64_t step) {
   TableWires wires = is_exact_step(config.comm, step) ? TableWires() : table.wires;
   wires.publish = is_exact_step(config.comm, step + 1) ? Wires() : table.wires.publish;
@@ -41,12 +41,13 @@ void Core::State::Planning::make() const {
   state.rules = {sums_signs(table, executor.mesh()), engine::residual_divisor(state.config)};
 }
 
-StagePlan Core::State::Planning::plan_actions(const Table& table, const Schedule& schedule) const {
+StagePlan Core::State::Planning::plan_actions(const Table& table, const ModelDesc& model,
+                                              const Schedule& schedule) const {
   const engine::StageWindow& window = *state.model_ranks.window;
-  StagePlan plan = plan_stages(table, window.by_stage(state.model, state.order->spanning()),
+  StagePlan plan = plan_stages(table, window.by_stage(model, state.order->spanning()),
                                state.executor->mesh(), schedule, window.index());
-  for (Plan& action : plan.actions) action = with_passes(action, state.model, state.config);
-  plan.update = with_passes(plan.update, state.model, state.config);
+  for (Plan& action : plan.actions) action = with_passes(action, model, state.config);
+  plan.update = with_passes(plan.update, model, state.config);
   return plan;
 }
 
@@ -63,7 +64,7 @@ void Core::State::Planning::make_actions() const {
     state.driver->set_plan({Section::kEval, stage}, with_passes(plan, state.model, state.config));
   }
   if (window.trained().ranks.empty()) return;
-  const StagePlan plan = plan_actions(table, window.trained());
+  const StagePlan plan = plan_actions(table, state.model, window.trained());
   const std::vector<Action>& actions = window.trained().ranks[static_cast<size_t>(window.index())];
   for (size_t i = 0; i < actions.size(); ++i) {
     const Section section = actions[i].forward ? Section::kForward : Section::kBackward;
@@ -84,15 +85,15 @@ int Core::State::Planning::action_of(Section section) const {
   return turn->trains ? turn->number : engine::kNoAction;
 }
 
-Plan Core::State::Planning::window() const {
+Plan Core::State::Planning::window(const Table& table, const ModelDesc& model) const {
   const auto num_micro = static_cast<int>(state.config.batch.accumulate);
   const Schedule schedule = state.model_ranks.window->schedule(num_micro, true);
-  return plan_actions(state.executor->table(), schedule).joined();
+  return plan_actions(table, model, schedule).joined();
 }
 
 std::string Core::State::Planning::window_text() const {
   try {
-    return window().text();
+    return window(state.executor->table(), state.model).text();
   } catch (const ConfigError& error) {  // train_batch() will throw it
     return concat("# ", error.what(), "\n");
   }

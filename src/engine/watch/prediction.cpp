@@ -71,7 +71,7 @@ std::optional<TimedPlan> Core::State::Observer::own_times() const {
   if (flops.empty() && tokens == 0.0) return {};
   Plan plan;
   if (state.model_ranks.window) {
-    plan = Planning{state}.window();
+    plan = Planning{state}.window(state.executor->table(), state.model);
   } else {
     for (const Section section : sections_of(micro_batches)) {
       const Plan one = state.driver->plan({section});

@@ -40,10 +40,21 @@ std::string Report::overflow() const { return state_->overflow; }
 LedgerReport Report::ledger() const {
   LedgerReport report;
   report.strategy = state_->config.strategy;
+  const Core::State::Planning planning{*state_};
+  PlanOf plan_of;
+  if (state_->model_ranks.window) {
+    plan_of = [&](const Table& table, const ModelDesc& model) {
+      try {
+        return planning.window(table, model);
+      } catch (const ConfigError&) {  // no schedule for `batch.accumulate`: train_batch() throws it
+        return window_plan(state_->config, table, model);
+      }
+    };
+  }
   // `penstock plan` uses the same simulator for its predictions (src/plan/cost).
   for (const std::string& name : preset_names()) {
     const Config config = adapted(state_->config, name, state_->config.offload.optimizer);
-    report.predicted[name] = entry_of(predict(config, state_->model));
+    report.predicted[name] = entry_of(predict(config, state_->model, false, plan_of));
   }
   const mem::Usage device = state_->tiers.device.usage(), host = state_->tiers.host.usage();
   const auto peak = [&](mem::Account account) {
