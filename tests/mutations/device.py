@@ -26,6 +26,7 @@ MESSAGES = "src/parallel/tensor_messages.cpp"
 STAGE_LANES = "src/engine/mesh/stage_lanes.cpp"
 ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
 DEVICE_STEP = "src/optim/device_step.cpp"
+CORE = "python/src/core.cpp"
 
 
 def mesh(case: str) -> Pytest:
@@ -403,5 +404,98 @@ BESIDE_A_DEVICE = [
         "    UnusedEvents::get().give_back(std::move(event_));\n",
         "",
         Pytest((PROFILE, "-k", "one_wait"), ("_sim",)),
+    ),
+    Mutation(
+        "an all-to-all is waited for as if it always made a work",
+        "src/comm/device_collectives.cpp",
+        """if (const auto work = back_end_->alltoall_base(received, sent, equal, equal, options)) {
+    work->wait();
+  }
+""",
+        "back_end_->alltoall_base(received, sent, equal, equal, options)->wait();\n",
+        Pytest((PROFILE, "-k", "one_wait"), ("_sim",)),
+    ),
+    Mutation(
+        "a unit's begin keeps the interpreter's lock while it waits for the gather lane",
+        CORE,
+        '.def("unit_begin", &Core::unit_begin, NoGil())',
+        '.def("unit_begin", &Core::unit_begin)',
+        Pytest((FAULTS, "-k", "weights"), ("_sim",)),
+    ),
+    Mutation(
+        "ranks connect with the interpreter's lock",
+        CORE,
+        'py::arg("external_optimizer"),\n           NoGil())',
+        'py::arg("external_optimizer"))',
+        Pytest((CONNECTIONS, "-k", "closes_alone"), ("_sim",)),
+    ),
+    Mutation(
+        "every rank of a host picks device 0",
+        "python/penstock/front/training_device.py",
+        "    return int(local) % count if now == 0 and local.isdigit() else now\n",
+        "    return now\n",
+        Pytest(("tests/device/test_drop_in_devices.py", "-k", "loops_on_a_device"), ("_sim",)),
+    ),
+    Mutation(
+        "the model's thread stays on device 0",
+        "src/exec/rank.cpp",
+        "  tiers.computes.make_current();",
+        "",
+        Pytest((BORDER, "-k", "no_context"), ("_sim",)),
+    ),
+    Mutation(
+        "memory is given back on a thread of another device",
+        ARENA,
+        "  const c10::OptionalDeviceGuard guard(on_device());\n  in_use_ -= bytes;\n",
+        "  in_use_ -= bytes;\n",
+        Pytest((BORDER, "-k", "no_context"), ("_sim",)),
+    ),
+    Mutation(
+        "optimizer state is in the account of parameters",
+        "src/exec/gathered_values.cpp",
+        "rank_.traffic.make_room(buffers[i], mem::Account::kOptim);",
+        "rank_.traffic.make_room(buffers[i], mem::Account::kParam);",
+        Pytest((HOST_MEMORY, "-k", "not_pinned"), ("_sim",)),
+    ),
+    Mutation(
+        "an update widens its gradients to a temporary first",
+        DEVICE_STEP,
+        "      at::mul_out(wide, own, *factor);\n",
+        "      at::mul_out(wide, own.to(at::kFloat), *factor);\n",
+        BUDGETS,
+    ),
+    Mutation(
+        "a recomputed unit runs to its end",
+        "python/penstock/front/recompute.py",
+        "checkpoint(run, *tensors, use_reentrant=False)",
+        "checkpoint(run, *tensors, use_reentrant=False, early_stop=False)",
+        Pytest((PROFILE, "-k", "recomputed_buffers"), ("_sim",)),
+    ),
+    Mutation(
+        "events of one device are used on another",
+        "src/device/stream_event.cpp",
+        """    std::vector<c10::Event>& events = events_[device];
+    if (events.empty()) return c10::Event(device.type());
+    c10::Event event = std::move(events.back());
+    events.pop_back();
+    return event;
+  }
+
+  void give_back(c10::Event event) {
+    const std::lock_guard lock(mutex_);
+    events_[event.device()].push_back(std::move(event));
+""",
+        """    std::vector<c10::Event>& events = events_[c10::Device(device.type())];
+    if (events.empty()) return c10::Event(device.type());
+    c10::Event event = std::move(events.back());
+    events.pop_back();
+    return event;
+  }
+
+  void give_back(c10::Event event) {
+    const std::lock_guard lock(mutex_);
+    events_[c10::Device(event.device().type())].push_back(std::move(event));
+""",
+        Program(TABLES.path, ("--draws", "270:280")),
     ),
 ]
