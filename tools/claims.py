@@ -52,7 +52,7 @@ CLAIMS = [
     ("docs/gpu_check.md", "tools/gpu_check --demo #", "tests/python/test_gpu_check.py"),
     ("docs/gpu_check.md", "units of 64 MiB and 400 MB", "benchmarks/gpu_link.py"),
     ("docs/gpu_check.md", "less than 2 GiB of free memory", "benchmarks/watched.py"),
-    ("docs/gpu_check.md", "refuses to exceed 40 MiB", "tools/gpu/bundle.py::limit_mib"),
+    ("docs/gpu_check.md", "40 MiB is an error", "tools/gpu/bundle.py::limit_mib"),
     ("docs/devices.md", 'device="cuda")', "tests/device/test_device_construction.py"),
     ("docs/how_a_step_works.md", "move u1 param all_gather(data) # 1", "tests/plans/zero3.plan"),
     (
@@ -97,7 +97,7 @@ CLAIMS = [
     (PARALLEL, '"param": {"hold": "RR@device:bf16"}', "tests/parity/test_held_parameters.py"),
     (PARALLEL, '"mesh": {"sequence": 4}', "tests/parity/test_sequence.py"),
     (TRAINING, "`beta2` of 0.99 or less", "tests/python/test_bf16_moments.py"),
-    (TRAINING, "both agree to 1e-6", "tests/parity/test_tiling.py"),
+    (TRAINING, "Both agree to 1e-6", "tests/parity/test_tiling.py"),
     (TRAINING, "400 TFLOP/s in bf16", "src/plan/cost/machine_test.cpp"),
     (TRAINING, "Tensors below 4 KiB", "src/activations/activations_test.cpp::4096"),
     (TRAINING, '{"tiling": {"max_bytes"', "tests/parity/test_tiling.py"),

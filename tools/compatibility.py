@@ -4,7 +4,7 @@ A row is a model, loop, optimizer or feature; a column is a strategy. A cell is 
 with the number of the error below the table, or empty if nothing was tested. Rows that work under
 the same strategies form a list. If a test failed, the tool writes nothing.
 
-A test counts if its id names one strategy. It is a refusal if it recorded one:
+A test counts if its id names one strategy. Its cell is "refused" if the test recorded a refusal:
 `record_property("refused", "ConfigError: text of the error")`.
 """
 
@@ -20,7 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
-LEAST_LISTED = 5  # fewer rows with the same cells stay in the table
+LEAST_LISTED = 5  # least number of rows with the same cells for a list; fewer stay in the table
 COLUMNS = ["ddp", "zero1", "zero2", "zero3", "hpz", "mics"]
 SECTIONS = {
     "test_zoo": "Models",
@@ -31,23 +31,23 @@ SECTIONS = {
     "test_compile": "torch.compile",
     "test_known_bugs": "Bugs known from elsewhere",
 }
-# Parts of a test's id that are not in the row's name: one cell covers all their values.
+# Parts of a test's id that the row's name leaves out: one cell covers all their values.
 SETTING = re.compile(r"fp32|bf16|fp16|own|off|clip|world\d+|accumulate\d+")
 HEAD = """# Compatibility
 
 Generated from test results by `tools/compatibility.py`; do not edit. A cell covers all precisions,
-world sizes and accumulations that were tested for its row and strategy.
+world sizes and values of `batch.accumulate` that were tested for its row and strategy.
 
-- *works*: the results agreed with plain torch, or with the run in memory.
+- *works*: the results agreed with plain torch (under "Tiers": with the same run in memory).
 - *refused (n)*: every rank ended with error n of the list below the table.
-- An empty cell, or a strategy that a list does not name, was not tested.
+- Empty cells, and strategies that a list does not name, were not tested.
 """
 
 Matrix = dict[str, dict[str, dict[str, str]]]  # section, row, column -> cell
 
 
 class Problem(Exception):
-    """Raised for results from which no matrix can be made."""
+    """Raised if no matrix can be made from the results."""
 
 
 def place_of(classname: str, name: str) -> tuple[str, str, str] | None:
@@ -101,7 +101,7 @@ def lines_of(matrix: Matrix) -> Iterator[str]:
 
 
 def section_lines(rows: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Yields lists of rows that work under the same strategies, a table of others, the errors."""
+    """Yields the rows that work under the same strategies, a table of others, and the errors."""
     listed: dict[str, list[str]] = {}
     for row, cells in rows.items():
         if set(cells.values()) == {"works"}:
@@ -133,7 +133,7 @@ def numbered(cell: str, errors: dict[str, int]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--junit", type=pathlib.Path, help="results instead of running the tests")
+    parser.add_argument("--junit", type=pathlib.Path, help="read these results; run no tests")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "docs/compatibility.md")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, such as -- --full")
     options = parser.parse_args()

@@ -17,32 +17,33 @@ PAGE = ROOT / "docs" / "idioms.md"
 HEAD = """# Idioms
 
 Generated from the table in `tests/parity/idioms` by `tools/idioms.py`; do not edit. The page lists
-{count} things that people do around a training loop, and what the engine does with each. Every row
-is a test (`tests/parity/test_idioms.py`).
+{count} things that people do around a training loop, and what the engine does in each case. A test
+checks every row (`tests/parity/test_idioms.py`).
 
 - *As torch*: losses and weights equal those of plain torch in one process on the whole batch.
-- *Refused*: every rank gets an error, in that call or in the engine's next one, that says what to
+- *Refused*: in that call, or in the engine's next call, every rank gets an error that says what to
   do instead.
-- *As torch or refused*: one of the two, depending on the model's sizes and on the config (strategy,
-  precision, tiers, accumulation, ranks). Run it once with yours: if there is no error, the result
-  is torch's.
-- *An error, as in torch*: torch raises, and so does the engine.
+- *As torch or refused*: which of the two happens depends on the model's sizes and on the config
+  (strategy, precision, tiers, accumulation, ranks). Run the code once with your model and config.
+  If there is no error, the result equals torch's.
+- *An error, as in torch*: both torch and the engine raise an error.
 
-On one rank, `zero3` and `hpz` keep parameters whole. A row that only these two refuse is then *as
-torch or refused*.
+On one rank, `zero3` and `hpz` keep parameters whole. So on one rank, a row that only these two
+refuse is *as torch or refused*.
 
 ## What to call instead
 
 | refused | instead |
 |---|---|
-| `clip_grad_norm_` | the config's `clip`; `engine.grad_norm` has the norm after the step |
+| `clip_grad_norm_` | the config's `clip`; after the step, `engine.grad_norm` has the norm |
 | reads of `p.grad`: a norm, a log, `isfinite` | `engine.full_grads()`, `engine.grad_norm` |
 | writes of `p.grad`: `clip_grad_value_`, noise, surgery, `p.grad = x`, `dist.all_reduce` | \
 edit the result of `engine.full_grads()`, which is averaged over ranks, and pass it to \
 `engine.set_grads()` |
 | `GradScaler` | `"precision": "fp16"`: the engine scales the loss and skips overflowed steps |
 | `loss.backward()` with fp16 | `engine.backward(loss)` |
-| `backward(create_graph=True)` | `torch.autograd.grad(..., create_graph=True)` before it |
+| `backward(create_graph=True)` | \
+`torch.autograd.grad(..., create_graph=True)` before the backward |
 | `optimizer.step()`, with or without a closure | `engine.step()`, which runs the step hooks |
 | reads of `optimizer.state` | `engine.param_state(p, name)`, `engine.local_state(p, name)` |
 | `optimizer.state_dict()`, `optimizer.load_state_dict()` | `engine.save()`, `engine.load()` |
@@ -52,25 +53,26 @@ edit the result of `engine.full_grads()`, which is averaged over ranks, and pass
 AdamW, Adam, SGD, Adagrad, Lion or another elementwise class |
 | two optimizers for one model | one optimizer with parameter groups |
 | an optimizer with a parameter outside the model | \
-make it a `Parameter` of the model, or give it a separate optimizer |
-| training a parameter that was frozen at `initialize()` | freeze it after `initialize()` instead |
+make the parameter a `Parameter` of the model, or give it a separate optimizer |
+| training a parameter that was frozen at `initialize()` | \
+freeze the parameter only after `initialize()` |
 | reads of a sharded `p`: `p.norm()`, `p.tolist()`, averages | \
-`with engine.gathered():` around them |
-| an L2 penalty on sharded parameters in the loss | `weight_decay` of Adam or SGD, which equals it |
+`with engine.gathered():` around the reads |
+| an L2 penalty on sharded parameters in the loss | the equivalent `weight_decay` of Adam or SGD |
 | edits of a sharded `p`: `clamp_`, `load_state_dict`, pruning | \
 `with engine.gathered(write=True):` |
 | `model.state_dict()`, `torch.save`, `deepcopy` of a sharded model | \
 `engine.state_dict()`, or the same call inside `with engine.gathered():` |
 | `model.half()`, `.to("meta")`, a new layer or `Parameter`, `assign=True` | \
-do it before `initialize()` or after `engine.close()` |
-| an evaluation or `state_dict()` on rank 0 alone | call it on all ranks; put `with \
-engine.uneven():` around a loop whose length differs per rank |
+do this before `initialize()` or after `engine.close()` |
+| an evaluation or `state_dict()` on rank 0 alone | the same call on all ranks; `with \
+engine.uneven():` around a loop whose length differs between ranks |
 | `copy.deepcopy(engine)`, a pickle of it | copy the model inside `with engine.gathered():` |
 """
 
 
 def group_lines(rows: list[Any]) -> Iterator[str]:
-    """A list for each outcome that all strategies share, then a table of the other rows."""
+    """Yields a list for each outcome that all strategies share, then a table of the other rows."""
     alike: dict[str, list[str]] = {}
     differ = []
     for row in rows:

@@ -84,14 +84,14 @@ class PENSTOCK_API Checkpoints {
   int asked();
   // [all ranks] Waits until the save in progress has ended. Throws RuntimeFault if it failed.
   void wait();
-  // Returns, once, why a save without `wait` failed on this rank. Rank 0 reports failures of all
-  // ranks.
+  // Returns why a save without `wait` failed on this rank (on rank 0: on any rank). Returns each
+  // failure only once.
   std::string failure();
 
   // [all ranks] Loads from a folder of checkpoints or from one checkpoint. Without a tag, skips
   // damaged checkpoints and prints a line on stderr for each. Before anything changes, throws
   // ConfigError that lists every name, shape and dtype that does not fit. Throws RuntimeFault if no
-  // complete checkpoint is left; afterwards the engine can only load again or be closed.
+  // complete checkpoint is left. In that case, the engine can only load again or be closed.
   FoundCheckpoint load(const std::string& path, const LoadOptions& options = {});
   // [all ranks] Must be called after load(), once the front has applied its part of the result.
   // `problem` says why the front could not apply it; "" if it could. If any rank has a problem,

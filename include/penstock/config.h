@@ -63,7 +63,8 @@ struct CommConfig {
   std::string backend = "auto";
   std::string codec = "none";
   int64_t exact_first = 0, exact_every = 0;  // steps with plain wires: the first n, every n-th
-  // Low-precision gradients are summed as "gradient" (their own dtype) "fp32" "auto" (resolved).
+  // The dtype in which low-precision gradients are summed: "gradient" (their own dtype), "fp32" or
+  // "auto" (the engine chooses one of the two).
   std::string reduce_dtype = "auto";
   int64_t bucket_bytes = 1 << 20;  // neighbouring moves smaller than this share one collective
   double timeout_s = 600.0;        // limit of every wait for a peer
@@ -74,7 +75,7 @@ struct CommConfig {
 struct UnitsConfig {
   std::vector<std::string> modules;  // class names of unit modules; empty = found automatically
   int64_t max_bytes = 256LL << 20;   // largest unit of a model without repeated blocks
-  int64_t layer_bytes = 1LL << 20;   // layers of at least this size outside `modules` are units
+  int64_t layer_bytes = 1LL << 20;   // size from which a layer outside the blocks is a unit
 };
 
 // Large Linear and Embedding weights, split into tiles of rows; each tile is a unit.
@@ -146,7 +147,7 @@ struct ParallelConfig {
   std::string schedule = "1f1b";   // "gpipe" "1f1b" "interleaved" (src/plan/pipeline_schedule.h)
   int virtual_stages = 1;          // stages per rank; above 1 only with "gpipe" or "interleaved"
   bool cut_logits = false;         // true: gathers logits of a "vocab" head only when they are read
-  std::string norms = "whole";     // "tokens": a rank has a part of the tokens between layers
+  std::string norms = "whole";     // "tokens": between layers, each rank has a part of the tokens
   std::string sequence = "heads";  // attention of sequence ranks: "heads", "ring" or "both"
   // Rules that the first training forward checks against uncut modules: "own" (rules of the
   // config), "all" (also rules that come with the model) or "off".

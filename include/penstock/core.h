@@ -23,8 +23,8 @@ struct ModuleInfo {
   std::string name;  // "" for the root
   std::string type;
   int parent = -1;
-  std::vector<int> params;  // indices of the parameters that it owns itself; modules may share them
-  int rows = -1;       // the parameter that is used row by row (Linear, Embedding) and may be tiled
+  std::vector<int> params;  // indices of its own parameters; modules may share them
+  int rows = -1;       // index of the weight used by rows (Linear, Embedding), which may be tiled
   bool keeps = false;  // it owns buffers; checkpoints save them, and a forward may change them
 };
 struct ParamInfo {
@@ -94,9 +94,9 @@ class PENSTOCK_API Core {
   // Learns the order of the units again, after modules were added or moved.
   void relearn();
 
-  // Must be called before backward(loss, gradient). Returns the gradient to start from: `gradient`
-  // (default: ones) times the loss scale. Returns an undefined tensor if torch's default gradient
-  // is right. Throws RuntimeFault if no forward ran before.
+  // Must be called before backward(loss, gradient). Returns the gradient from which that backward
+  // must start: `gradient` (default: ones) times the loss scale. Returns an undefined tensor if
+  // that is torch's default gradient. Throws RuntimeFault if no forward ran before.
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
   // Must be called before a backward that starts from gradients of the next pipeline stage.
   void resume_backward();
@@ -127,10 +127,10 @@ class PENSTOCK_API Core {
 
   // [all ranks] Turns parameters, and views of them, back into ordinary full tensors and frees all
   // memory. Without `gather`, sharded parameters have no values afterwards, and reading them
-  // throws. After a failure, close() can still gather if every rank calls it: it makes new
-  // connections. close() also notifies ranks that wait for this one. `why`: the error that is the
-  // reason for closing, or "". Returns a remark on the weights if a step was cut short, else "".
-  // Throws RuntimeFault, after releasing everything, if the weights could not be gathered.
+  // throws. After a failure, close() can still gather if every rank calls it, because it makes new
+  // connections. close() also notifies ranks that wait for this one. `why`: the error that caused
+  // the close, or "". Returns a remark on the weights if a step was cut short, else "". Throws
+  // RuntimeFault, after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why = {});
 
  private:
@@ -167,8 +167,8 @@ class PENSTOCK_API Calls {
   // Must be called if `error` ended a collective call on this rank, even if other ranks had no
   // error.
   void failed(const std::string& call, const std::string& error);
-  // Sets the function from which error texts get the name of the thread with a given number. The
-  // function returns "" for a thread that no caller started.
+  // Sets the function that error texts use to get a thread's name from the operating system's id of
+  // the thread. The function returns "" for a thread that no caller started.
   void name_threads(std::function<std::string(int64_t)> name);
 
  private:

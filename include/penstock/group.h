@@ -42,7 +42,7 @@ struct TileSource {
   std::vector<int64_t> bytes;
 };
 
-// The same part of a piece from every peer (in the order of `peers`).
+// One tile: the same range of bytes of a piece, from every peer (in the order of `peers`).
 struct Tile {
   size_t piece = 0;
   int64_t offset = 0, bytes = 0;
@@ -101,8 +101,8 @@ class PENSTOCK_API Group {
   virtual std::string roll_call(const std::string& error) = 0;
   // Returns the board that `penstock status` reads; null after close() or if the group has none.
   virtual Board* board() { return nullptr; }
-  // [Note: Last call] The ranks of a run meet a last time. The meeting uses no exchanges, so it
-  // works even after a failure.
+  // [Note: Last call] At the end of a run, the ranks synchronize once more. They use no exchanges
+  // for this, so it works even after a failure.
   // [all ranks] Blocks until every rank has called last_call(). If no rank has failed, returns "".
   // Otherwise ends this rank's exchanges and returns the `fault` of the first rank that failed; the
   // caller must then call renew(). A failed rank first waits one second for the other ranks, so

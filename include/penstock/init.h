@@ -25,7 +25,7 @@ struct FileValues {
 // Where a hollow tensor's values are until the engine takes them, and the tensor's device in
 // training.
 struct InitPlace {
-  std::string path;                     // folders of the files for parts; "": memory
+  std::string path;                     // folders of the files for the parts; "": in memory
   std::optional<c10::Device> device{};  // default: the tensor's own device
 };
 
@@ -53,8 +53,8 @@ class PENSTOCK_API ShardedInit {
   // part again. A tensor on the meta device moves to the CPU. If `tensor` is hollow already, it
   // must cover its whole storage.
   void read_from(const at::Tensor& tensor, const FileValues& values, const InitPlace& place = {});
-  // Returns a hollow tensor with the values and the shape of the hollow `tensor`. Also copies this
-  // rank's part of the tensor's whole storage, within memory or within the files.
+  // Returns a hollow tensor with the values and the shape of the hollow `tensor`. Copies this
+  // rank's part of the tensor's whole storage, from memory to memory or from file to file.
   at::Tensor copy(const at::Tensor& tensor);
   // Returns whether the tensor (or the tensor that it is a view of) is hollow.
   bool holds(const at::Tensor& tensor) const;

@@ -28,7 +28,8 @@ struct Machine {
   double host_memory = 3.5e10;    // used by the CPU optimizer
   double device_memory = 2.5e12;  // used by the device's optimizer
   double overlap = 1.0;  // share of a lane's seconds that does not slow down concurrent computing
-  // Returns rough numbers for one rank on CPUs. Choices depend only on which of them are larger.
+  // Returns rough numbers for one rank on CPUs. Choices depend only on how the numbers compare with
+  // each other.
   static Machine cpu() { return {1e11, 2e9, 1e9, 5e9, 1e9, 8e9, 8e9}; }
 };
 
@@ -70,18 +71,19 @@ struct PlanQuestion {
 // The fastest alternative that fits with one value of "comm.codec".
 struct CodecAlternative {
   std::string codec;
-  Alternative best;  // its steps with encoded exchanges
+  Alternative best;  // predicted for its steps with encoded exchanges
   // Mean seconds per step. If the codec needs exact steps, 15% of the steps are exact.
   double average = 0;
 };
 
 struct PlanReport {
-  // First those that fit, then those that fit tightly, then the others; each kind by speed.
+  // First those that fit, then those that fit tightly, then the others. Within each kind, the
+  // fastest is first.
   std::vector<Alternative> alternatives;
   std::map<std::string, std::string>
       same;  // omitted strategy -> a listed strategy that is equal on this mesh
-  // By codec, if there are other ranks to exchange with and the config asks for no lossy wires
-  // itself. Without those that the optimizer or the precision cannot use.
+  // One entry per codec that fits and that the optimizer and the precision can use. Empty if there
+  // are no other ranks, or if the config itself asks for lossy wires.
   std::vector<CodecAlternative> codecs{};
   std::string text;  // the alternatives as a table, and what codecs would change
 };

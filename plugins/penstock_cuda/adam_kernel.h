@@ -59,8 +59,9 @@ struct RunBatch {
   const float* found_inf;
   int32_t num_runs;
   int32_t first_chunk[kMaxRuns + 1];  // of each run; then the number of chunks of all runs
-  // How many values after the beginning of a quad the run begins; kUnaligned if its addresses
-  // differ in that, so that no quad can be read or written by one instruction.
+  // Number of values between the beginning of a quad and the beginning of the run. kUnaligned if
+  // this number differs between the run's arrays: then no quad can be read or written by one
+  // instruction.
   int8_t phase[kMaxRuns];
   KernelRun runs[kMaxRuns];
 };
@@ -87,7 +88,7 @@ struct FusedAdamKernel {
   static constexpr int kThreads = fused::kThreads;
   static constexpr bool kHasOutput = !std::is_same_v<Out, NoParam>;
 
-  // Updates up to four values with an instruction per value.
+  // Updates up to four values. Each value is read and written by instructions of its own.
   static PENSTOCK_FUSED_CODE void update_values(const AdamFactors& s, const KernelRun& run,
                                                 int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -102,7 +103,8 @@ struct FusedAdamKernel {
     }
   }
 
-  // Updates four values. All reads come before the arithmetic, so they are under way together.
+  // Updates four values. All reads are issued before the arithmetic, so they are in flight at the
+  // same time.
   static PENSTOCK_FUSED_CODE void update_quad(const AdamFactors& s, const KernelRun& run,
                                               int64_t begin) {
     const auto grad = load_quad(static_cast<const Grad*>(run.grad) + begin);

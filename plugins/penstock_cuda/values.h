@@ -16,7 +16,7 @@ struct Fp16 {
   uint16_t bits;
 };
 
-struct NoParam {};  // the output of a run that has none
+struct NoParam {};  // the type of the output if a run has no output
 
 PENSTOCK_FUSED_CODE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
 PENSTOCK_FUSED_CODE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }

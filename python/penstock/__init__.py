@@ -51,7 +51,7 @@ _HOMES = {
     "initialize": "penstock.front.engine",
     "trace": "penstock.monitor.timelines",
 }
-# Public modules that are attributes after `import penstock`, without an import of their own.
+# Public modules that can be used after `import penstock`, without importing them one by one.
 _MODULES = ("data", "deepspeed", "environment", "launch", "monitor", "schedules")
 
 registration.arrange()

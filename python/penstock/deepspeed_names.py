@@ -88,7 +88,7 @@ _INSTEAD = {
     "deepspeed.runtime.zero": _WHOLE,
     "deepspeed.sequence": "long sequences: mesh.sequence and tiling.loss_tokens (docs/parallel.md)",
 }
-# (Module, where names that its file lacks are, names). NAME=OTHER is OTHER under another name.
+# (Module, module that has these names here, names). NAME=OTHER: NAME is called OTHER there.
 _ELSEWHERE = (
     ("accelerator.cuda_accelerator", "deepspeed.accelerator.device_accelerator",
      "CUDA_Accelerator"),
@@ -231,7 +231,7 @@ def _moved() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def elsewhere(module: str, name: str) -> tuple[str, str] | None:
-    """Returns the module and name of what works here under this name of a module without a file."""
+    """Returns the module and name that a name of a module without a file stands for here."""
     return _moved().get((module, name))
 
 

@@ -40,7 +40,9 @@ def config(strategy: str = "zero3", **native: Any) -> dict[str, Any]:
     """
     for key, said in _THEIRS.items():
         if key in native:
-            raise ConfigError(f'[hf::config] the framework sets "{key}". Set {said} there instead')
+            raise ConfigError(
+                f'[hf::config] the framework sets "{key}". Use its options instead: {said}'
+            )
     return {
         "zero_optimization": {
             "stage": _STAGES.get(strategy, 3),

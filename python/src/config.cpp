@@ -13,7 +13,7 @@ namespace penstock::python {
 
 namespace {
 
-// Reads a dict through the JSON text that Python makes of it, so a dict and its text mean the same.
+// Converts a dict to JSON with Python's json.dumps, so a dict and its JSON text mean the same.
 Config config_of(const py::object& given) {
   if (py::isinstance<py::str>(given)) return Config::parse(given.cast<std::string>());
   const py::object text = py::module_::import("json").attr("dumps")(given);

@@ -33,7 +33,7 @@ void bind_tree(py::module_& module) {
              return ParamInfo{std::move(name), std::move(param), group};
            }),
            py::arg("name"), py::arg("param"), py::arg("group"))
-      // A trainable fp32 parameter without values, for callers that have not imported torch.
+      // Makes a trainable fp32 parameter without values, for callers that have not imported torch.
       .def(py::init([](std::string name, const std::vector<int64_t>& shape, int group) {
              at::Tensor param = at::empty(shape, at::TensorOptions().device(at::kMeta));
              return ParamInfo{std::move(name), param.set_requires_grad(true), group};

@@ -23,8 +23,8 @@ std::chrono::milliseconds milliseconds(double seconds) {
 
 }  // namespace
 
-// Times in seconds. on_one_host() returns (group, "") or (None, reason). The reason is "" if the
-// ranks are on several hosts.
+// Times are in seconds. on_one_host() returns (group, "") or (None, reason). The reason is "" if
+// the ranks are on several hosts.
 void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group")
       .def_static(
@@ -61,7 +61,7 @@ void bind_group(py::module_& module) {
       .def_property_readonly("transport", &Group::transport)
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size);
-  // In seconds. Python has no `options` on back ends whose class torch does not bind.
+  // Returns seconds. If torch does not bind a back end's class, Python cannot read its `options`.
   module.def(
       "back_end_timeout_s",
       [](const c10::intrusive_ptr<c10d::Backend>& back_end) {

@@ -71,7 +71,7 @@ py::dict dict_of(const MeshAlternative& one) {
   dict["over"] = one.over;
   dict["why"] = one.why();
   dict["config"] = one.config();
-  dict.attr("pop")("longest");  // these two describe the state without a mesh
+  dict.attr("pop")("longest");  // `longest` and `tight` are about the state alone, not the mesh
   dict.attr("pop")("tight");
   return dict;
 }

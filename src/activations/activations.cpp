@@ -72,8 +72,8 @@ bool is_plain(const at::Tensor& tensor) {
 void check_unchanged(const at::Tensor& tensor, int64_t version, const std::string& who) {
   if (tensor._version() == version) return;
   throw RuntimeFault(concat("[activations::save] ", who,
-                            " was changed in place, so its unit cannot be recomputed from it. "
-                            "Change a clone instead, or turn activations.checkpoint off"));
+                            " was changed in place, so the unit cannot be recomputed. Change a "
+                            "clone of the input instead, or turn activations.checkpoint off"));
 }
 
 }  // namespace
@@ -181,8 +181,8 @@ struct Activations::SavedTensor {
     }
     if (closed) {
       throw RuntimeFault(
-          "[activations::save] the engine is closed, which freed the inputs that this backward "
-          "needs. Run the backward before close()");
+          "[activations::save] close() has freed the saved inputs that this backward needs. Run "
+          "the backward before close()");
     }
     bring();
     arrive();
@@ -214,8 +214,8 @@ struct Activations::SavedTensor {
     try {
       arrive();
     } catch (const std::exception&) {
-      // Nothing needs the bytes any more. So an error does not matter, as long as the transfer has
-      // ended. If the device failed, every wait throws.
+      // The error can be ignored, because nothing needs the bytes any more. Whether the transfer
+      // has ended is checked below: if the device failed, every wait throws.
     }
     source.reset();
     back.reset();
@@ -314,7 +314,7 @@ void Activations::put_away(int unit, const std::string& name) {
   calls.push_back(saved);
   for (const std::weak_ptr<SavedTensor>& one : saved) {
     const std::shared_ptr<SavedTensor> entry = one.lock();
-    if (!entry) continue;  // the graph did not keep it
+    if (!entry) continue;  // autograd's graph did not keep the tensor
     check_unchanged(entry->source, entry->version, concat("an input of ", name));
     entry->put_away(hold_);
     if (hold_ == Tier::kDisk) writing_.push_back(entry);

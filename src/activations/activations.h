@@ -1,14 +1,14 @@
 #pragma once
-// Activations: keeps what recomputed units need between their forward and their backward, on the
-// tier of the table's `act hold` cell.
+// Activations: stores the inputs of recomputed units from their forward to their backward. The
+// table's `act hold` cell sets the tier.
 //
 // [Note: Saved inputs] A recomputed unit keeps only its inputs. If activations are offloaded, these
 // inputs leave the device. Autograd holds the function that save() returned. Each call of the
 // function returns the values (with retain_graph there may be several calls). The bytes are freed
-// with the graph. In between, the plan moves the inputs. It calls put_away() when the unit's
+// with the graph. In between, the plan moves the inputs. The plan calls put_away() when the unit's
 // forward has ended, and bring() during the backward of the preceding unit. With a device, the
 // bytes travel on a separate stream, through pinned memory. If the plan did not expect a backward,
-// the function fetches the missing values, so that backward only takes longer.
+// the function itself fetches the values; the only effect is that this backward takes longer.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
@@ -35,21 +35,21 @@ class Activations {
   // Call before the first save() if inputs are held on disk.
   void open_disk(const mem::DiskOptions& options);
 
-  // Starts a forward. A tensor that several units get within one forward is kept once.
+  // Starts a forward. If several units get the same tensor in one forward, it is kept only once.
   void begin_forward();
   // Keeps the values, strides and alignment of an input that unit number `unit` is about to use.
-  // The returned function gives these values. It throws RuntimeFault after close(), for I/O errors,
-  // and if the tensor was changed in place before it was put away. Small tensors, parameters, and
-  // tensors that are not plain stay where they are.
+  // The returned function returns these values. It throws RuntimeFault after close(), for I/O
+  // errors, and if the tensor was changed in place before put_away(). Small tensors, parameters,
+  // and tensors without plain strided values (sparse, quantized, ...) are not moved.
   std::function<at::Tensor()> save(int unit, const at::Tensor& input);
-  // Moves the inputs that the unit saved since the last put_away() to the tier that holds them.
-  // Throws RuntimeFault if the disk is too full (the inputs then stay where they are) or if the
+  // Moves to the tier `hold` the inputs that the unit has saved since its last put_away(). Throws
+  // RuntimeFault if the disk has no room for the inputs (they then stay where they are) or if the
   // unit changed its input in place.
   void put_away(int unit, const std::string& name);
   // Starts to read the inputs that the unit's last forward saved and that are still needed.
   void bring(int unit);
 
-  // Frees everything, in use or not.
+  // Frees all saved inputs, even those that a backward still needs.
   void close();
 
   int64_t peak_bytes() const;  // bytes in memory

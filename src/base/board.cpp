@@ -25,8 +25,8 @@ namespace {
 
 constexpr uint64_t kMagic = 0x32306b636f74736eULL;  // marks this layout of the page
 constexpr int kWords = kBoardText / 8;
-constexpr int kTries =
-    10000;  // attempts to read a cell; its writer may have been stopped during a write
+// Attempts to read a cell. They are limited because a cell's writer may stop during a write.
+constexpr int kTries = 10000;
 constexpr size_t kLastLines = 5;  // plan lines in an error's text
 
 template <class T>
@@ -102,8 +102,8 @@ Board::Board(int rank, int size, std::string report_dir) : report_dir_(std::move
   void* memory = mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, flags, file_, 0);
   if (memory == MAP_FAILED) {
     if (file_ >= 0) close(file_);
-    throw RuntimeFault(concat("[base::Board] rank ", rank, " cannot map ", sizeof(Page),
-                              " bytes: ", std::strerror(errno)));
+    throw RuntimeFault(concat("[base::Board] rank ", rank, " cannot map the ", sizeof(Page),
+                              " bytes of its board: ", std::strerror(errno)));
   }
   page_ = new (memory) Page;
   page_->rank = rank;
@@ -251,7 +251,7 @@ std::string Board::write_report(const RankStatus& status, const std::string& err
     file << concat("step ", line.step, ", ", line.age_s, " s before: ", line.text, "\n");
   }
   file.close();
-  return concat("; ", file ? "the report is " : "no report could be written to ", path);
+  return concat("; ", file ? "the report is in " : "no report could be written to ", path);
 }
 
 std::optional<RankStatus> RankStatus::read(const std::string& path) {

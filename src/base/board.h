@@ -4,8 +4,9 @@
 // [Note: Board] A board is an anonymous file (memfd) in memory. `penstock status` maps it through
 // /proc/PID/fd. A rank can therefore be inspected while all its threads are stuck, with or without
 // the GIL, and without a signal, a thread or a lock. A killed process leaves nothing behind. Every
-// cell is a seqlock of plain stores, without system calls or allocations. Texts are copied, since
-// pointers mean nothing to the reader. A text longer than kBoardText bytes is cut off.
+// entry of the board is protected by a seqlock. Writing an entry takes only plain stores, and no
+// system calls or allocations. Texts are copied, since a pointer is useless in another process. A
+// text longer than kBoardText bytes is cut off.
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -31,8 +32,8 @@ class Board {
   Board(const Board&) = delete;
   Board& operator=(const Board&) = delete;
 
-  // Returns the index of the lane with this name, or -1 if the table is full. A lane without an
-  // index is not shown.
+  // Returns the index of the lane with this name, or -1 if the board already has kBoardLanes lanes.
+  // A lane without an index is not shown.
   int lane(std::string_view name);
   // Records that all ranks have met. `roster` has a line "host pid" for each rank; `run` is unique
   // to the run.
@@ -54,7 +55,8 @@ class Board {
   void waits_for(uint32_t tag, int peer);
   void wait_ends(int lane);
 
-  // The calls of the model's thread that run collectives. Other processes do not see them.
+  // The calls of the model's thread that run collectives. They are not in the file, so other
+  // processes cannot read them.
   TurnLog& turns() { return turns_; }
 
   RankStatus status() const;
@@ -84,13 +86,13 @@ inline void show(Board* board, std::string_view what) {
 }
 
 // Records that the model's thread begins a call that runs collectives. All ranks must begin calls
-// of the same `kind`. `did` describes the call to users. The board may be null.
+// of the same `kind`. `did` describes the call in error texts. The board may be null.
 inline void take_turn(Board* board, const std::string& kind, const std::string& did) {
   if (board != nullptr) board->turns().begin({kind, did, std::string(), false});
 }
 
-// Records that the call ended early on this rank: "left its forward because of an error". `owes`:
-// some collectives of the call were not made. The board may be null.
+// Records that the call ended early on this rank. `error` is a text such as "left its forward
+// because of an error". `owes`: some collectives of the call were not made. The board may be null.
 inline void leave_turn(Board* board, const std::string& error, bool owes) {
   if (board != nullptr) board->turns().raised(error, owes);
 }

@@ -1,6 +1,6 @@
 #pragma once
-// Status: where a rank is and what it waits for. `penstock status` reads it from another process. A
-// plain value, usable from any thread.
+// Status: where a rank is and what it waits for. `penstock status` reads the status of another
+// process. A RankStatus is a plain value, usable from any thread.
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -44,7 +44,7 @@ struct PENSTOCK_API RankStatus {
   };
 
   int rank = 0, size = 1;
-  int64_t pid = 0;   // process id in the rank's own namespace
+  int64_t pid = 0;   // process id in the rank's own PID namespace
   uint64_t run = 0;  // the same on all ranks of a run; 0: the ranks have not met yet
   Line at;           // what the model's thread does
   std::vector<Lane> lanes;
@@ -53,8 +53,8 @@ struct PENSTOCK_API RankStatus {
   double step_age_s = -1.0;         // since the last applied step; below 0: no step was applied
   StepNumbers numbers{};            // of the last applied step
 
-  // Reads a status file such as "/proc/123/fd/9". Returns nothing if the file is not a status of
-  // this version. Throws RuntimeFault if the file cannot be read.
+  // Reads a status file such as "/proc/123/fd/9". Returns nothing if the file is not a status file
+  // of this version. Throws RuntimeFault if the file cannot be read.
   static std::optional<RankStatus> read(const std::string& path);
 };
 

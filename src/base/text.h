@@ -21,11 +21,11 @@ std::vector<std::string> split(std::string_view text, char separator);
 std::string_view trim(std::string_view text);
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 
-// Returns the candidate with the smallest edit distance to `word`; empty if none is close enough to
-// be a likely misspelling.
+// Returns the candidate with the smallest edit distance to `word`. Returns "" if `word` is not a
+// likely misspelling of any candidate.
 std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
 
-// Returns the text of an error without the C++ stack that torch appends.
+// Returns the text of an error without the C++ stack trace that torch appends.
 std::string reason(const std::exception& error);
 
 // Returns the name of this machine; "" if the system does not give one.

@@ -1,13 +1,14 @@
 #pragma once
 // Turns: the calls of this rank that run collectives, in order.
 //
-// [Note: Turns] All ranks must make the same calls that run collectives. If one rank makes a
-// different call or raises an error, the other ranks wait for collectives that this rank never
-// makes. So after a wait of one second, a rank sends a question to the rank that it waits for. The
-// question contains the last turns of the rank that asks, and the collective in which that rank
-// waits. The rank that receives the question compares it with its own turns and its own collective.
-// If two questions in a row show a contradiction, the receiving rank ends the exchanges of all
-// ranks, with the difference as the reason. Without waits of one second there are no questions.
+// [Note: Turns] Some calls run collectives, and all ranks must make the same such calls. If one
+// rank makes a different call or raises an error, the other ranks wait for collectives that the
+// first rank never makes. So after a wait of one second, a rank sends a question to the rank that
+// it waits for. The question contains the last turns of the rank that asks, and the collective in
+// which that rank waits. The rank that receives the question compares it with its own turns and its
+// own collective. If two questions in a row show a contradiction, the receiving rank ends the
+// exchanges of all ranks, with the difference as the reason. If no wait lasts one second, no
+// questions are sent.
 #include <cstdint>
 #include <deque>
 #include <mutex>
@@ -24,8 +25,8 @@ struct Turn {
   bool owes = false;   // because of the error, some collectives of the turn were not made
 };
 
-// End of a collective's text if the collective gathers a unit off plan, because this rank runs
-// units in an order that no plan has.
+// Suffix of a collective's text. It marks a gather that is not in the plan, because this rank runs
+// its units in an order for which there is no plan.
 inline constexpr const char* kOffPlan = " off plan";
 
 // What a rank says about itself: its last turns, and the collective in which it waits.
@@ -33,7 +34,7 @@ struct Standing {
   int rank = 0;
   int64_t begun = 0;       // number of turns so far
   std::deque<Turn> turns;  // the last turns
-  std::string lane;        // "" if it does not wait
+  std::string lane;        // "" if the rank does not wait
   int64_t sequence = 0;    // of the collective
   uint32_t tag = 0;        // of the collective
   std::string collective;  // its text
@@ -57,8 +58,8 @@ class TurnLog {
   std::deque<Turn> turns_{{"start", "started", std::string(), false}};  // guarded by mutex_
 };
 
-// Returns the reason why the rank that asks waits for this rank in vain, or "". `status`: this
-// rank's status.
+// Returns the reason why the asking rank waits for this rank in vain, or "" if no reason was found.
+// `status`: this rank's status.
 std::string difference(const Standing& asks, const Standing& own, const RankStatus& status);
 // Returns whether an error text came from difference().
 bool is_difference(const std::string& text);

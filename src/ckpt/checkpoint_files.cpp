@@ -83,7 +83,9 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
     if (other >= wanted.size() || wanted[other].same_as >= 0 ||
         wanted[other].shape != wanted[i].shape || wanted[other].dtype != wanted[i].dtype) {
       throw ConfigError(concat("[ckpt::files] \"", wanted[i].name, "\" has same_as ", other,
-                               ", which is not a written tensor of the same shape and dtype"));
+                               ". Tensor ", other,
+                               " must exist, must have the same shape and "
+                               "dtype, and must have no same_as of its own"));
     }
     manifest.tensors[i].slices = manifest.tensors[other].slices;
     written[i] = true;
@@ -172,8 +174,8 @@ CheckpointReader::CheckpointReader(const std::string& path, const std::string& t
   } else if (!ckpt::exists(path + "/" + ckpt::kManifest)) {
     const std::vector<std::string> tags = ckpt::tags(path);
     if (tags.empty()) {
-      throw RuntimeFault(concat("[ckpt::files] no checkpoint in \"", path, "\": there is no \"",
-                                path, "/", ckpt::kManifest, "\", and no folder there has one"));
+      throw RuntimeFault(concat("[ckpt::files] no checkpoint in \"", path, "\": neither this ",
+                                "folder nor a folder in it has a file \"", ckpt::kManifest, "\""));
     }
     path_ += "/" + tags.front();
   }

@@ -1,5 +1,6 @@
 #pragma once
-// 64-bit XXH3. It detects damage between memory and disk, but does not protect against an attacker.
+// Checksums: 64-bit XXH3. They detect data that was damaged on the way between memory and disk.
+// They do not protect against an attacker.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -11,7 +12,7 @@ namespace penstock::ckpt {
 uint64_t checksum(const void* data, int64_t bytes);
 uint64_t checksum(const at::Tensor& tensor);  // checksum of the values in row-major order
 
-// The checksum of bytes that come in parts, in order.
+// Computes the checksum of bytes that are added part by part, in order.
 class RunningChecksum {
  public:
   RunningChecksum();

@@ -98,7 +98,7 @@ void discard(const std::string& folder) {
 void check_replaceable(const std::string& target) {
   if (!exists(target) || exists(target + "/" + kManifest)) return;
   throw RuntimeFault(concat("[ckpt::save] \"", target,
-                            "\" exists and is not a checkpoint; save under another tag"));
+                            "\" exists and is not a checkpoint. Save under another tag"));
 }
 
 // Removes only checkpoints that are named after steps.
@@ -137,7 +137,7 @@ std::string read_head(const std::string& path, int64_t most) {
   struct stat found{};
   if (::fstat(file.get(), &found) != 0) fail("read", path, errno);
   if (!S_ISREG(found.st_mode)) {
-    throw RuntimeFault(concat("[ckpt::folder] cannot read \"", path, "\": it is not a file"));
+    throw RuntimeFault(concat("[ckpt::folder] cannot read \"", path, "\": not a regular file"));
   }
   std::string text;
   char block[1 << 16];
@@ -249,7 +249,7 @@ std::string Draft::commit(int keep) {
     ::unlink((target + "/" + kLock).c_str());
     write_text(root_ + "/" + kLatest, tag_ + "\n");
   } catch (const RuntimeFault& error) {
-    throw RuntimeFault(concat("\"", target, "\" is complete, but ", error.what()));
+    throw RuntimeFault(concat("the checkpoint \"", target, "\" is complete, but ", error.what()));
   }
   prune(root_, keep);
   return target;
@@ -276,11 +276,11 @@ std::vector<std::string> tags(const std::string& root) {
       std::rotate(names.begin(), at, at + 1);
       return names;
     }
-    why = concat("it names \"", printable(trim(text)), "\", which has no ", kManifest, " here");
+    why = concat("it names \"", printable(trim(text)), "\", which is no checkpoint in this folder");
   } catch (const RuntimeFault& fault) {
     why = fault.what();
   }
-  std::fprintf(stderr, "penstock: using the newest checkpoint instead of the one in \"%s\": %s\n",
+  std::fprintf(stderr, "penstock: \"%s\" is not usable, so the newest checkpoint is used: %s\n",
                pointer.c_str(), why.c_str());
   return names;
 }

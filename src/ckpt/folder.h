@@ -1,8 +1,8 @@
 #pragma once
-// Folder: has the checkpoints of one run, each in its own subfolder, and `latest`, a file that
-// names one of them. A checkpoint is written under a name that begins with a dot, and renamed when
-// it is complete. So every subfolder whose name does not begin with a dot is complete. On an error
-// the functions throw a RuntimeFault with the path and the system's reason.
+// Folder: the folder of one run's checkpoints. Each checkpoint is a subfolder. The file `latest`
+// names one of the checkpoints. A checkpoint is written under a name that begins with a dot, and
+// renamed when it is complete. So every subfolder whose name does not begin with a dot is complete.
+// On an error, the functions below throw a RuntimeFault with the path and the system's reason.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -22,8 +22,8 @@ void sync_folder(const std::string& path);
 // Removes as much as it can and reports no errors.
 void remove_all(const std::string& path);
 bool exists(const std::string& path);
-// Reads `bytes` bytes at `offset` of an open file. Returns "", or the reason why fewer bytes were
-// read.
+// Reads `bytes` bytes at `offset` of an open file. Returns "" on success, or the reason why fewer
+// bytes were read.
 std::string read_at(int file, int64_t offset, int64_t bytes, void* to);
 // "PATH: 12.00 GiB wanted, 3.10 GiB free: No space left on device"
 std::string space_error(const std::string& path, int64_t bytes, int error);
@@ -43,9 +43,9 @@ class Draft {
   Draft& operator=(const Draft&) = delete;
 
   const std::string& path() const { return path_; }
-  // Every file in the draft must be durable. Renames the draft to root/tag and replaces an existing
-  // checkpoint of that name in one step. Then writes `latest`. Unless `keep` is 0, removes all
-  // checkpoints named "step-..." except the `keep` newest ones. Returns the path.
+  // Must be called when every file in the draft is durable. Renames the draft to root/tag; an
+  // existing checkpoint of that name is replaced in one step. Then writes `latest`. Unless `keep`
+  // is 0, removes all checkpoints named "step-..." except the `keep` newest ones. Returns the path.
   std::string commit(int keep);
 
  private:

@@ -33,13 +33,13 @@ struct Holding {
   mem::Account account{};
   Placement place;     // placement of the copy that the buffer belongs to
   std::string role;    // "param": fp32 masters, or parameters that do not train
-  int64_t first = 0;   // index of its first element in the flat
-  bool users = false;  // this buffer is the parameter that users see and may change at any time
+  int64_t first = 0;   // index of the buffer's first element in the flat
+  bool users = false;  // users see this buffer as a parameter, and may change it at any time
   // For masters: the low-precision parameters, which users may have written to since the last step.
-  // Null if there are no such parameters, and with deltas: then callers must take the edits before
-  // they read masters ([Note: Deltas]).
+  // Null if there are no such parameters. Also null with deltas; callers must then apply the edits
+  // to the masters before they read the masters ([Note: Deltas]).
   const exec::Buffer* edits = nullptr;
-  int64_t edits_first = 0;  // element of the flat at which `edits` begins
+  int64_t edits_first = 0;  // index in the flat of the first element of `edits`
 
   int64_t numel() const { return buffer->numel; }
 };
@@ -49,8 +49,8 @@ struct Holding {
 std::vector<Holding> holdings(exec::Executor& executor, int rank,
                               const std::vector<std::string>& moments, bool lent = false);
 
-// Returns the range [first, second) of a holding's elements that this rank writes. Ranks that hold
-// the same values divide the work in whole blocks.
+// Returns the range [first, second) of a holding's elements that this rank writes. If several ranks
+// hold the same values, each writes some of them, in whole blocks.
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank);
 
 // Elements [global.begin, global.begin + numel) of a tensor. The first of these elements is element

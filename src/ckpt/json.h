@@ -1,6 +1,6 @@
 #pragma once
-// Parses JSON that another program may have written. Every unexpected value throws Damaged with its
-// location.
+// Parses JSON that another program may have written. On an unexpected value, the functions throw
+// Damaged with the location of the value.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -12,7 +12,8 @@ using Json = nlohmann::ordered_json;  // keeps the order of the users' keys
 
 // Throws Damaged if the text is not JSON, repeats a key, or is nested more than 256 levels deep.
 Json parse_json(std::string_view text, const std::string& what);
-// Returns the text for messages: in ASCII (other bytes become \xNN) and cut to 200 characters.
+// Returns the text in a form for messages: in ASCII (other bytes become \xNN), and cut to 200
+// characters.
 std::string printable(std::string_view text);
 // Returns the JSON on one line. Throws ConfigError for text that is not UTF-8.
 std::string dump(const Json& json);

@@ -108,7 +108,7 @@ struct Comparison {
     const bool weights_alone = !missing.empty() && unexpected.empty() && different.empty() &&
                                std::all_of(missing.begin(), missing.end(), is_optimizers);
     throw ConfigError(concat("[ckpt::load] the checkpoint belongs to another model or optimizer",
-                             weights_alone ? " (weights_only loads only the weights)" : "", ":",
+                             weights_alone ? " (weights_only loads the weights alone)" : "", ":",
                              list("missing in the checkpoint", missing),
                              list("unexpected", unexpected), list("different", different)));
   }
@@ -176,7 +176,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Extra& extra : target.extras) {
     if (!extra.tensor.is_non_overlapping_and_dense()) {
       comparison.different.push_back(
-          concat(key_of(extra), " is a view with gaps or overlapping elements here; clone it"));
+          concat(key_of(extra), " is a view with gaps or overlapping elements here. Clone it"));
     }
     comparison.look({extra.role,
                      extra.global.name,
@@ -189,7 +189,8 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Tensor& tensor : manifest.tensors) {
     if (tensor.rank >= 0 || comparison.has(tensor)) continue;
     if (target.elsewhere.contains(tensor.name)) continue;
-    // A rank expects the state of a user's optimizer only for parameters of which it has a piece.
+    // A rank expects a user's optimizer to have state only for parameters that the rank has a piece
+    // of.
     const bool piece = tensor.role.starts_with(kUsers) && options.optimizer &&
                        comparison.wanted.count(concat(kParam, "/", tensor.name)) == 0;
     if (piece || roles.count(tensor.role) > 0) comparison.unexpected.push_back(tensor.key());
@@ -285,7 +286,7 @@ struct Filling {
     int64_t numel = 0;
     for (const Holding& part : parts) numel += part.numel();
     mem::Lease room;
-    // Used if the arena has no memory, so that this rank can still take part in the collective.
+    // Used if the arena has no memory. Then this rank can still take part in the collective.
     std::vector<char> spare;
     try {
       room = target.tiers.host.take(numel * 4, mem::Account::kBuffers);

@@ -42,7 +42,7 @@ Json json_of(const Tensor& tensor) {
 }
 
 File parse_file(const Json& value) {
-  const JsonReader entry(value, "manifest, a file");
+  const JsonReader entry(value, "the manifest's entry of a file");
   File file;
   file.name = entry.text("name");
   if (!is_plain_name(file.name)) entry.fail(concat("\"", file.name, "\" is not a plain file name"));
@@ -62,7 +62,7 @@ File parse_file(const Json& value) {
 }
 
 Tensor parse_tensor(const Json& value, const std::vector<File>& files, bool complete) {
-  const JsonReader entry(value, "manifest, a tensor");
+  const JsonReader entry(value, "the manifest's entry of a tensor");
   Tensor tensor;
   tensor.role = entry.text("role");
   tensor.name = entry.text("name");
@@ -84,7 +84,7 @@ Tensor parse_tensor(const Json& value, const std::vector<File>& files, bool comp
     const File& file = files[slice.file];
     slice.offset = entry.number(one[3], file.data, file.table);
     if ((slice.end - slice.begin) * size > file.table - slice.offset) {
-      entry.fail(concat("\"", tensor.key(), "\" has a slice that does not end in ", file.name));
+      entry.fail(concat("\"", tensor.key(), "\" has a slice that ends outside ", file.name));
     }
     tensor.slices.push_back(slice);
   }
@@ -96,13 +96,13 @@ Tensor parse_tensor(const Json& value, const std::vector<File>& files, bool comp
     end = slice.end;
   }
   if (complete && end != numel) {
-    entry.fail(concat("\"", tensor.key(), "\" ends at element ", end, " of ", numel));
+    entry.fail(concat("the slices of \"", tensor.key(), "\" end at element ", end, " of ", numel));
   }
   return tensor;
 }
 
 Manifest parse_body(const Json& json, bool complete) {
-  const JsonReader top(json, "manifest");
+  const JsonReader top(json, "the manifest");
   Manifest manifest;
   manifest.world = static_cast<int>(top.whole("world", 1, kMaxRanks));
   manifest.about = top.object("about");
@@ -112,7 +112,7 @@ Manifest parse_body(const Json& json, bool complete) {
   std::set<std::string> names;
   for (const Json& file : top.list("files")) {
     manifest.files.push_back(parse_file(file));
-    if (!names.insert(manifest.files.back().name).second) top.fail("a file is named twice");
+    if (!names.insert(manifest.files.back().name).second) top.fail("a file is listed twice");
   }
   for (const Json& tensor : top.list("tensors")) {
     manifest.tensors.push_back(parse_tensor(tensor, manifest.files, complete));
@@ -155,8 +155,8 @@ std::string Manifest::text() const {
 
 // The version is checked first, because in other versions everything else may differ.
 Manifest Manifest::parse(std::string_view text, bool complete) {
-  const Json json = parse_json(text, "manifest");
-  const JsonReader top(json, "manifest");
+  const Json json = parse_json(text, "the manifest");
+  const JsonReader top(json, "the manifest");
   const int64_t version = top.whole("penstock_checkpoint", 0, kMost);
   if (version != kFormatVersion) {
     throw Damaged(concat("[ckpt::manifest] format version ", version,
@@ -218,7 +218,7 @@ Manifest merge(const std::vector<Manifest>& parts) {
       Tensor& into = whole.tensors[at->second];
       if (into.shape != tensor.shape || into.dtype != tensor.dtype) {
         throw RuntimeFault(
-            concat("[ckpt::save] ranks have \"", tensor.key(), "\" in different shapes or dtypes"));
+            concat("[ckpt::save] the ranks differ in shape or dtype of \"", tensor.key(), "\""));
       }
       // Each part numbers its files from 0.
       for (Slice slice : tensor.slices) {
@@ -233,10 +233,11 @@ Manifest merge(const std::vector<Manifest>& parts) {
               [](const Slice& a, const Slice& b) { return a.begin < b.begin; });
     int64_t end = 0;
     for (const Slice& slice : tensor.slices) {
-      PENSTOCK_ASSERT(slice.begin == end, concat(tensor.key(), " from element ", end));
+      PENSTOCK_ASSERT(slice.begin == end,
+                      concat(tensor.key(), " has a gap or an overlap at element ", end));
       end = slice.end;
     }
-    PENSTOCK_ASSERT(end == tensor.numel(), concat(tensor.key(), " from element ", end));
+    PENSTOCK_ASSERT(end == tensor.numel(), concat(tensor.key(), " ends at element ", end));
   }
   return whole;
 }

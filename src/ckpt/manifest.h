@@ -25,7 +25,7 @@ struct Slice {
 struct Tensor {
   std::string role;  // "param", "buffer", ..., or the optimizer's name for the state ("exp_avg")
   std::string name;  // name in the model
-  int rank = -1;     // the owner if each rank has its own values, or -1
+  int rank = -1;     // the owner if each rank has its own values; else -1
   std::vector<int64_t> shape;
   std::string dtype;  // safetensors name of the dtype
   std::vector<Slice> slices;
@@ -34,8 +34,8 @@ struct Tensor {
   int64_t numel() const;
 };
 
-// A safetensors file. The bytes from `data` to `table` have one checksum per `granule` bytes. The
-// file from `table` to its end consists of these checksums, eight bytes each.
+// A safetensors file. For the bytes from `data` to `table`, there is one checksum per `granule`
+// bytes. These checksums, eight bytes each, are stored from `table` to the end of the file.
 struct File {
   std::string name;
   int64_t bytes = 0, data = 0, table = 0, granule = 0;
@@ -66,8 +66,8 @@ struct Manifest {
   mutable std::map<std::string, size_t> by_key_;
 };
 
-// Combines the parts of all ranks, in rank order. Throws RuntimeFault if a tensor's shape or dtype
-// differs between parts.
+// Combines the manifest parts of all ranks, which are given in rank order. Throws RuntimeFault if a
+// tensor's shape or dtype differs between parts.
 Manifest merge(const std::vector<Manifest>& parts);
 
 }  // namespace penstock::ckpt

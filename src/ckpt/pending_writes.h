@@ -1,12 +1,12 @@
 #pragma once
-// PendingWrites: the parts of a save that are not written yet, and the places of their bytes.
+// PendingWrites: the parts of a save that are not written yet, and where their bytes are.
 //
-// [Note: Behind training's back] When a save begins, it does not copy state that only the engine
-// changes: the save's thread writes such state directly from its resting place. Code that is about
-// to change such state (the optimizer, a write to swap) calls the ChangeWatch first. This call
-// returns at once if the save has written the state already. Otherwise the call copies state in
-// memory, and for state on disk it waits for the save. So a save uses memory only for state that
-// training changes before the save has written it.
+// [Note: Behind training's back] When a save begins, it does not copy the state that only the
+// engine changes. The save's thread writes this state directly from its resting place. Code that is
+// about to change the state (the optimizer, a write to swap) calls the ChangeWatch first. If the
+// save has already written the state, the call returns at once. Otherwise, the call copies the
+// state if it is in memory, and waits for the save if the state is on disk. So a save uses memory
+// only for state that training changes before the save has written it.
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -27,7 +27,8 @@ struct Source {
   int64_t first = 0, numel = 0;  // range of elements in the holding
   int64_t bytes = 0;
   at::Tensor kept;  // contiguous
-  // For masters on disk: the parameter values of the same elements when the save began.
+  // For masters on disk: the values that the same elements of the parameters had when the save
+  // began.
   at::Tensor edits;
   mem::Lease copy;
   const char* data = nullptr;              // null: on disk
@@ -47,7 +48,7 @@ class PendingWrites final : public mem::ChangeWatch {
   // Returns the index of the source to write next, or nothing if no source is left. Only the save's
   // thread calls it.
   std::optional<size_t> next();
-  bool hurries() const { return hurries_ > 0; }  // a thread waits for a source to be written
+  bool hurries() const { return hurries_ > 0; }  // a thread waits until a source is written
   void done(const std::vector<size_t>& written);
   void abandon();  // stops the save; waiting threads continue
 

@@ -34,7 +34,7 @@ constexpr std::array<std::pair<std::string_view, int64_t>, 14> kDtypes = {{{"F64
                                                                            {"C64", 8}}};
 
 TensorHead parse_tensor(const std::string& name, const Json& value, int64_t data_bytes) {
-  const JsonReader entry(value, "safetensors header, tensor \"" + name + "\"");
+  const JsonReader entry(value, "the safetensors header's entry of \"" + name + "\"");
   TensorHead tensor;
   tensor.name = name;
   tensor.dtype = entry.text("dtype");
@@ -49,7 +49,7 @@ TensorHead parse_tensor(const std::string& name, const Json& value, int64_t data
   if (size == 0) entry.fail("unknown dtype " + tensor.dtype);
   // The second condition keeps the product from overflowing.
   if (numel < 0 || numel > data_bytes || numel * size != tensor.end - tensor.begin) {
-    entry.fail("shape and dtype do not match its bytes");
+    entry.fail("shape and dtype do not match the number of bytes");
   }
   return tensor;
 }
@@ -109,7 +109,7 @@ std::vector<TensorHead> parse_head(std::string_view head, int64_t file_bytes) {
   if (static_cast<int64_t>(head.size()) != bytes) {
     throw Damaged("[ckpt::safetensors] the file ends inside its header");
   }
-  const Json json = parse_json(head.substr(kLengthBytes), "safetensors header");
+  const Json json = parse_json(head.substr(kLengthBytes), "the safetensors header");
   if (!json.is_object()) throw Damaged("[ckpt::safetensors] the header is not a JSON object");
   std::vector<TensorHead> tensors;
   for (const auto& [name, value] : json.items()) {

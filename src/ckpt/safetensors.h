@@ -1,7 +1,7 @@
 #pragma once
-// The header of a safetensors file: the JSON's length in eight bytes, then JSON with the place of
-// each tensor (https://github.com/huggingface/safetensors#format). Plain values; usable from any
-// thread.
+// The header of a safetensors file: eight bytes with the length of the JSON, then the JSON, which
+// has the place of each tensor (https://github.com/huggingface/safetensors#format). Plain values;
+// usable from any thread.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -23,8 +23,8 @@ struct TensorHead {
   int64_t begin = 0, end = 0;  // byte range, counted from the end of the header
 };
 
-// Returns the header, preceded by its length and padded with spaces to a multiple of `align`.
-// Throws ConfigError for a name that is not UTF-8.
+// Returns the header: the length, then the JSON with spaces that pad the header to a multiple of
+// `align`. Throws ConfigError for a name that is not UTF-8.
 std::string write_head(const std::vector<TensorHead>& tensors, int64_t align);
 // Returns the header's size. `first`: the first eight bytes of a file that has `file_bytes` bytes.
 // Throws Damaged if the size is impossible.

@@ -152,8 +152,8 @@ void Save::open(const std::string& folder) {
   bounce_ = std::make_unique<Bounce>(tiers_.host, *writer_, contents_.room_bytes);
 }
 
-// Returns the parameters for the source's elements, in memory of `where`. If parameters rest whole,
-// users may have written to them since the last step, and the masters do not have these edits yet.
+// Returns the resting parameters at the source's elements, in the memory of `where`. If parameters
+// rest whole, users may have edited them since the last step; the masters lack these edits.
 at::Tensor Save::edits_of(const Source& source, const device::Device* where) {
   const Holding& holding = source.holding;
   return device::brought(holding.edits->at(holding.first + source.first - holding.edits_first),
@@ -186,8 +186,8 @@ void Save::capture(Source& source, bool behind, bool* stays) {
 }
 
 void Save::capture(bool behind) {
-  // State that users can change, and state in device memory, is copied now. Other state is copied
-  // only if training changes it before it is written.
+  // State in device memory and state that users can change are copied now. Other state is copied
+  // only if training is about to change it before it is written.
   executor_.traffic().settle();
   for (Source& source : std::exchange(sources_, {})) {
     bool stays = !behind;
@@ -204,7 +204,7 @@ void Save::capture(bool behind) {
   if (behind) executor_.traffic().watch(pending_);
 }
 
-// Starts to read the next piece before the previous piece is written.
+// Reads ahead: starts to read a piece before the previous pieces are written.
 void Save::read_from_disk(size_t index) {
   const Source& source = pending_->at(index);
   for (int64_t done = 0; done < source.bytes; done += bounce_->part_bytes()) {
@@ -249,7 +249,7 @@ void Save::write_from_memory(const Source& source, const Region& region, int bat
 }
 
 // Writes in two alternating groups: while the system writes one group, the next one is started.
-// When a group is written, its memory may change.
+// Training may change the memory of a group as soon as that group is written.
 void Save::write_regions() {
   std::array<std::vector<size_t>, 2> groups;
   int now = 0;

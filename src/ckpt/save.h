@@ -3,10 +3,11 @@
 // commit() turns the shards of all ranks into a checkpoint.
 //
 // [Note: A save] Every rank writes the state that it holds. If several ranks hold the same values,
-// each writes a part of these values. Nothing is gathered. After its shard, a rank writes its part
-// of the manifest to a file beside the shard. A failed rank writes a file with the error instead.
-// Rank 0 waits for these files, writes the manifest and renames the folder. So the writing threads
-// need no connections, and a checkpoint becomes visible only if all ranks finished it.
+// each writes a part of these values. Nothing is gathered. When a rank has written its shard, it
+// writes its part of the manifest to a file beside the shard. If the rank failed, it writes a file
+// with the error instead. Rank 0 waits for these files, writes the manifest and renames the folder.
+// So the writing threads need no connections, and a checkpoint becomes visible only if all ranks
+// finished it.
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -37,7 +38,7 @@ struct Contents {
   Json about = Json::object(), state = Json::object();  // see Manifest
   Json front = Json::object(), of_rank = Json::object();
   std::vector<Extra> extras;
-  int64_t room_bytes = 16LL << 20;  // largest staging memory for state on disk
+  int64_t room_bytes = 16LL << 20;  // maximum size of the staging memory for state on disk
 };
 
 class Save {
@@ -51,8 +52,8 @@ class Save {
   // Makes the file in `folder`. Throws RuntimeFault if there is not enough space.
   void open(const std::string& folder);
   // Captures the state to save: later changes by training are not saved ([Note: Behind training's
-  // back]). If `behind` is false, the state must not change until write() returns. Called only by
-  // the model's thread.
+  // back]). If `behind` is false, training must not change the state until write() returns. Called
+  // only by the model's thread.
   void capture(bool behind);
   // Writes the shard. Any thread may call it. It does not throw: it reports an error to rank 0 and
   // returns the error's text, or "".

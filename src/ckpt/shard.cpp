@@ -227,7 +227,7 @@ ShardReader::ShardReader(const std::string& folder, const File& file)
   if (found.st_size == file_.bytes && S_ISREG(found.st_mode)) return;
   ::close(fd_);
   if (!S_ISREG(found.st_mode)) {
-    throw Damaged(concat("[ckpt::load] \"", path_, "\" is not a file"));
+    throw Damaged(concat("[ckpt::load] \"", path_, "\" is not a regular file"));
   }
   throw Damaged(concat("[ckpt::load] \"", path_, "\" has ", found.st_size,
                        " bytes; its manifest says ", file_.bytes));
@@ -239,8 +239,8 @@ void ShardReader::read_raw(int64_t offset, int64_t bytes, char* to) {
   bytes_read_ += bytes;
   const std::string problem = read_at(fd_, offset, bytes, to);
   if (problem.empty()) return;
-  throw Damaged(concat("[ckpt::load] cannot read ", bytes, " bytes at ", offset, " of \"", path_,
-                       "\": ", problem));
+  throw Damaged(concat("[ckpt::load] cannot read ", bytes, " bytes at offset ", offset, " of \"",
+                       path_, "\": ", problem));
 }
 
 void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
@@ -275,7 +275,7 @@ void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
   }
 }
 
-// Returns the checksums of granules, until the next call. check_table() may have kept them.
+// Returns the checksums of granules, valid until the next call. check_table() may have read them.
 const uint64_t* ShardReader::sums_of(int64_t first, int64_t count) {
   if (table_kept_) return table_.data() + first;
   table_.resize(static_cast<size_t>(count));
@@ -296,7 +296,7 @@ void ShardReader::check_table() {
   table_kept_ = all <= kReadBytes;  // one read had all of it
   if (hex(sum.value()) != file_.checksum) {
     throw Damaged(concat("[ckpt::load] the checksums of \"", path_,
-                         "\" are damaged, or it is the file of another rank or checkpoint"));
+                         "\" are damaged, or the file belongs to another rank or checkpoint"));
   }
   table_checked_ = true;
 }
@@ -330,7 +330,7 @@ void ShardReader::check_head(const Manifest& manifest, int index) {
       continue;
     }
     if (range.first == file_.table && tensor.name == table_name()) continue;
-    throw Damaged(concat("the header has \"", tensor.name, "\", which the manifest does not have"));
+    throw Damaged(concat("the header has \"", tensor.name, "\", which the manifest does not list"));
   }
   for (const auto& [range, name] : expected) {
     if (range.first < range.second && found.count(range) == 0) {

@@ -1,8 +1,8 @@
 #pragma once
 // A shard: the safetensors file of one rank. Its tensors are grouped in regions; a region has the
-// bytes of one buffer. Every region begins at a block of the file, so regions can be written in any
-// order, in place, and without the page cache. A table after the regions has one checksum per
-// granule of the file.
+// bytes of one buffer. Every region begins at a block boundary of the file. So regions can be
+// written in any order, directly from the buffers, and without the page cache. A table after the
+// regions has one checksum per granule of the file.
 #include <array>
 #include <condition_variable>
 #include <cstdint>
@@ -45,7 +45,7 @@ struct ShardLayout {
   std::string head;
   File file;  // without name and table checksum
 };
-// Places the regions and adds to each tensor the slices of its runs.
+// Sets the regions' offsets. Adds the slices of the runs to their tensors.
 ShardLayout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors);
 
 // Makes the file and claims its space. Any thread may use the writer, but only one at a time.
@@ -59,8 +59,8 @@ class ShardWriter {
   ShardWriter(const ShardWriter&) = delete;
   ShardWriter& operator=(const ShardWriter&) = delete;
 
-  // Starts to write whole blocks from a block-aligned address to a block of the file. The bytes
-  // must not change until the batch is flushed.
+  // Starts to write whole blocks. `data` must be block-aligned, and `offset` must be a block
+  // boundary of the file. The bytes must not change until the batch is flushed.
   void write(int64_t offset, const char* data, int64_t bytes, int batch);
   // Blocks until the batch's writes have ended. Throws RuntimeFault with path and bytes.
   void flush(int batch);
@@ -93,7 +93,7 @@ class ShardReader {
   ShardReader& operator=(const ShardReader&) = delete;
 
   // Throws Damaged if a checksum does not match. The first call also compares the table of
-  // checksums with the manifest, so a swapped file is noticed.
+  // checksums with the manifest. So it notices a file that belongs to another rank or checkpoint.
   void read(int64_t offset, int64_t bytes, char* to);
   // Checks every byte of the file, and its header against the manifest's slices.
   void verify(const Manifest& manifest, int index);

@@ -59,7 +59,7 @@ void WeightsFile::check_unchanged() const {
 void WeightsFile::read_raw(int64_t offset, int64_t bytes, void* to) const {
   const std::string problem = ckpt::read_at(fd_, offset, bytes, to);
   if (problem.empty()) return;
-  throw RuntimeFault(concat("[ckpt::WeightsFile] cannot read ", bytes, " bytes at ", offset,
+  throw RuntimeFault(concat("[ckpt::WeightsFile] cannot read ", bytes, " bytes at offset ", offset,
                             " of \"", path_, "\": ", problem));
 }
 

@@ -3,9 +3,9 @@
 // time.
 //
 // [Note: Cross-check] The tag of a collective is a hash of (channel, training step, sequence
-// number, label, sizes). The tags of ranks that disagree on any of these never match, so a
-// divergence cannot mix up data. Both sides then wait until the timeout, and the error shows the
-// position of each rank.
+// number, label, sizes). The tags of ranks that disagree on any of these never match, so ranks that
+// diverge cannot exchange wrong data. All sides wait until the timeout instead, and the error shows
+// the position of each rank.
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -38,25 +38,26 @@ struct Label {
   uint64_t hash = 0;
 };
 
-// A full buffer of members.size() equal shards. This rank's shard is already in its place.
+// A buffer that consists of members.size() equal shards. Before the call, this rank's shard is
+// already in its place.
 struct GatherBuffer {
   device::Address full;
   int64_t shard_bytes = 0;
 };
 
-// `partial` holds `numel` addends of this rank. The sum over the members is scaled by `scale`. This
-// rank's shard of the sum is written to `result`, or added to `result` if `accumulate` is set.
-// `result` may be the same shard of `partial`. `scratch` has room for (members - 1) shards of
-// `dtype`, or for `members` shards if it is device memory.
+// `partial` holds `numel` values, which this rank adds to the sum. The sum over the members is
+// multiplied by `scale`. This rank's shard of the sum is written to `result`, or added to `result`
+// if `accumulate` is set. `result` may be the place of that shard in `partial`. `scratch` has room
+// for (members - 1) shards of `dtype`, or for `members` shards if it is device memory.
 struct ReduceBuffer {
   device::Address partial, scratch, result;
   Dtype dtype = Dtype::kFp32, result_dtype = Dtype::kFp32;
   int64_t numel = 0;
   float scale = 1.0F;
   bool accumulate = false;
-  // If not null, receives the sum of squares of the values written to this rank's shard. The sum
-  // has the bits of host::sum_squares, and is not finite if one of the values is not finite. Host
-  // memory only.
+  // If not null, receives the sum of squares of the values written to this rank's shard. This sum
+  // has the same bits as the result of host::sum_squares, and is not finite if one of the values is
+  // not finite. Host memory only.
   double* squares = nullptr;
 };
 
@@ -74,11 +75,11 @@ struct Staging {
 // round. With more members, small shards are gathered by doubling, in log2(members) rounds, and
 // larger shards around a ring. In the ring, one rank of each node sends to the next node, and all
 // other sends stay inside a node. A broadcast is a binomial tree. A sum is always one round of
-// direct sends. It moves as many bytes as a ring, and adds in fp32 in member order. The plan
+// direct sends, which moves as many bytes as a ring does. It adds in fp32 in member order. The plan
 // decides how sums use the links between nodes (sum_wide()).
 //
-// After its first call, a collective allocates no memory and makes no text. Only share() does both
-// on every call.
+// Except on its first call, a collective allocates no memory and builds no strings. Only share()
+// does both on every call.
 //
 // [Note: Tiles] If the group delivers received data tile by tile (Group::exchange_tiles), each tile
 // is summed while it is in the cache, and the scratch is not used. The result has the same bits.
@@ -97,23 +98,26 @@ class Channel {
   // same `name`.
   Channel(Group& group, std::string name, const std::string& shown = "");
 
-  // Makes collectives on device memory among `members` use `back_end`. `members` is compared by
-  // address and must outlive the channel.
+  // From now on, collectives on device memory among `members` use `back_end`. `members` is compared
+  // by address and must outlive the channel.
   void use(const Members& members, std::shared_ptr<DeviceCollectives> back_end);
   // Returns a hash of all device collectives so far. It is equal on ranks that made the same
-  // collectives. Collectives through the host need no history: their tags are compared one by one.
+  // collectives. Collectives through the host are not part of this hash, because the tag of each of
+  // them is checked.
   uint64_t history() const { return history_; }
 
   void set_step(int64_t step) { step_ = step; }  // used in tags and error texts
   int64_t step() const { return step_; }
-  // Call after the group's renew(), because before it the ranks may have made different numbers of
-  // collectives.
+  // Must be called after the group's renew(). Resets the step and the sequence number, because the
+  // ranks may have made different numbers of collectives before.
   void renew() { step_ = sequence_ = 0; }
   // Number of Group::exchange calls since construction. Any thread.
   int64_t exchanges() const { return sequence_.load(std::memory_order_relaxed); }
 
-  static constexpr int kDirect = 8;                // most members with direct sends
-  static constexpr int64_t kByDoubling = 8 << 10;  // most bytes of a member's shards for doubling
+  // Up to this many members send their shards directly.
+  static constexpr int kDirect = 8;
+  // Shards are gathered by doubling if those of one member have at most this many bytes in total.
+  static constexpr int64_t kByDoubling = 8 << 10;
 
   // All buffers travel together. Nothing else may use `staging` until the call returns. If
   // `staging` is empty, nothing is packed.
@@ -129,18 +133,18 @@ class Channel {
   // i. Each piece has `bytes` bytes. This rank's piece must already be in `to`.
   void all_to_all(const Label& label, const Members& members, device::Address from,
                   device::Address to, int64_t bytes);
-  // Sends `from` to the next member and receives the previous member's bytes in `to`. Member 0 is
-  // next after the last one.
+  // Sends `from` to the next member and receives the previous member's bytes in `to`. The last
+  // member sends to member 0.
   void shift(const Label& label, const Members& members, device::Address from, device::Address to,
              int64_t bytes);
-  // Sends member 0's bytes to all members.
+  // Sends the bytes of member 0 to all members.
   void broadcast(const Label& label, const Members& members, device::Address data, int64_t bytes);
   // Sends all shards to the first owner. `owners` lists the rank of each shard, in order. On the
   // first owner, `data` has room for all shards, and that owner's shard is already in place. On
   // other ranks, `data` is the rank's shard. Ranks that own no shard (index < 0) must also call
   // collect().
   void collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes);
-  // Returns each member's payload, in member order. Payloads have the same size on all members.
+  // Returns the payloads of all members, in member order. All payloads must have the same size.
   std::vector<std::string> share(const Label& label, const Members& members,
                                  const std::string& payload);
 

@@ -1,5 +1,6 @@
 #pragma once
-// Contiguous: a tensor as contiguous bytes, the form that a back end for torch exchanges.
+// Contiguous: a tensor's values as contiguous bytes. The back end "penstock" exchanges tensors in
+// this form.
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
@@ -26,7 +27,7 @@ class Contiguous {
   }
   int64_t value_bytes() const { return static_cast<int64_t>(values_.element_size()); }
   const at::Tensor& values() const { return values_; }
-  // Copies received values back into the tensor, if they are in a copy.
+  // If values() is a copy of the tensor, copies the received values back into the tensor.
   void put_back() const {
     if (!values_.is_same(tensor_)) tensor_.copy_(values_);
   }

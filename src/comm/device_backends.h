@@ -1,5 +1,6 @@
 #pragma once
-// DeviceBackends: owns all DeviceCollectives of a rank, and watches and ends them together.
+// DeviceBackends: owns all DeviceCollectives of a rank. It watches all of them, and ends all of
+// them together.
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -19,9 +20,9 @@ class DeviceBackends {
   // Refuses new collectives. Queued collectives get one second to finish, because peers may already
   // take part in them. Then the unfinished collectives are aborted.
   void abort(const std::string& why);
-  // Returns the text of the first collective that abort() cut off, or "" if there was none.
+  // Returns the text of the first collective that abort() interrupted, or "" if there was none.
   std::string cut_off();
-  // Shuts all back ends down in order. Does nothing for a back end that abort() has ended.
+  // Shuts down all back ends, one after another. Skips back ends that abort() has ended.
   void close();
 
   // Sets the board that look() writes to. Call it before look().

@@ -15,7 +15,7 @@ namespace penstock::comm {
 namespace {
 
 constexpr std::chrono::milliseconds kPollRefusal{20};  // time between two checks for a refusal
-constexpr std::chrono::milliseconds kShutDown{2000};   // time for peers to shut down, too
+constexpr std::chrono::milliseconds kShutDown{2000};   // time for all ranks to shut down
 
 }  // namespace
 
@@ -24,8 +24,9 @@ DeviceCollectives::DeviceCollectives(c10::intrusive_ptr<c10d::Backend> back_end)
 
 DeviceCollectives::~DeviceCollectives() = default;
 
-// Runs a call that may wait for peers, and that nothing can end, on a thread of its own. Returns
-// false if it has not returned within `limit` or before refuse(); the thread then goes on alone.
+// Runs `call` on a thread of its own, because it may wait for peers and cannot be interrupted.
+// Returns false if it does not return within `limit`, or if refuse() comes first. The thread then
+// keeps running.
 bool DeviceCollectives::call(const std::function<void(c10d::Backend&)>& call, c10::Device device,
                              std::chrono::milliseconds limit) {
   struct Called {

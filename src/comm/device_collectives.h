@@ -36,30 +36,32 @@ class DeviceCollectives {
   DeviceCollectives(const DeviceCollectives&) = delete;
   DeviceCollectives& operator=(const DeviceCollectives&) = delete;
 
-  // [all ranks] Connects the ranks for collectives on that device. A back end that would connect in
-  // its first collective connects now, because abort() cannot end that. Throws Aborted after
-  // refuse(), and std::exception if the ranks are not connected within `limit`.
+  // [all ranks] Connects the ranks for collectives on that device. Without this call, some back
+  // ends would connect during their first collective, where abort() cannot end the attempt. Throws
+  // Aborted after refuse(), and std::exception if the ranks are not connected within `limit`.
   void connect(c10::Device device, std::chrono::milliseconds limit);
 
   // Calls `queue`, which calls some of the collectives below. These collectives work on `stream`.
-  // Throws Aborted.
+  // Throws Aborted after refuse().
   void run(const Position& position, const c10::Stream& stream, const std::function<void()>& queue);
 
-  // Gathers all of `gathers` together. `own` is this rank's shard at its place in `full`.
+  // All elements of `gathers` are gathered together. `own` is this rank's shard at its place in
+  // `full`.
   struct Gather {
     at::Tensor full, own;
   };
   void all_gather(std::vector<Gather>& gathers);
   // Sends row i of `sent` to rank i and receives rank i's row in row i of `received`.
   void all_to_all(at::Tensor received, at::Tensor sent);
-  // Sends all of `sent` to rank `to` of `size` ranks and receives `received` from rank `from`.
+  // Sends all of `sent` to rank `to`, and receives `received` from rank `from`. `size`: the number
+  // of ranks.
   void shift(at::Tensor received, at::Tensor sent, int from, int to, int size);
   // Writes this rank's row of the sum. The sum is computed in the dtype of `partial`.
   void reduce_scatter(at::Tensor result, at::Tensor partial);
   void broadcast(const at::Tensor& values);  // sends the group's first rank's values
 
-  // Returns the first unfinished collective on the device, and the time since which it has been the
-  // first. Returns nothing after abort(). Any thread.
+  // Returns the first unfinished collective on the device, and the time when it became the first.
+  // Returns nothing if there is none, and after abort(). Any thread.
   struct Pending {
     Position position;
     std::chrono::steady_clock::time_point since;
@@ -70,8 +72,9 @@ class DeviceCollectives {
   // Call after refuse(). Aborts unfinished collectives, whose output is then undefined. Returns the
   // first collective that was aborted, if any. Any thread.
   std::optional<Position> abort();
-  // Call when nothing is queued. Ends the threads and connections of the back end. A back end may
-  // wait for its peers there; after two seconds it does so without the caller.
+  // Call when nothing is queued. Ends the threads and connections of the back end. If the back end
+  // waits for its peers, this function returns after two seconds, and the wait continues on another
+  // thread.
   void shut_down();
 
  private:

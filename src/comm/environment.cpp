@@ -55,7 +55,7 @@ const Launcher* launcher() {
     // ignored.
     if (rank && one.job == nullptr) {
       throw ConfigError(concat("[comm::from_environment] ", one.rank, " is set and ", one.size,
-                               " is not: a launcher sets both"));
+                               " is not. A launcher must set both"));
     }
   }
   return nullptr;
@@ -97,7 +97,7 @@ std::shared_ptr<Group> Group::from_environment(std::chrono::milliseconds timeout
   const int size = number(from->size, 1), rank = number(from->rank, 0);
   if (rank >= size) {
     throw ConfigError(concat("[comm::from_environment] ", from->rank, " is ", rank, " and ",
-                             from->size, " is ", size, ": ranks are 0 to ", size - 1));
+                             from->size, " is ", size, ". Ranks must be 0 to ", size - 1));
   }
   if (size == 1) return alone();
   // A launcher that restarts ranks keeps the store, so each start uses its own keys.
@@ -111,7 +111,7 @@ std::shared_ptr<Group> Group::from_environment(std::chrono::milliseconds timeout
   throw RuntimeFault(concat(
       "[comm::from_environment] rank ", rank, " of ", size, ": ",
       why_not.empty()
-          ? std::string("the ranks are on several hosts; connect them with a torch process group "
+          ? std::string("the ranks are on several hosts. Connect them with a torch process group "
                         "(Group::from_process_group)")
           : concat("the ranks of this host cannot share memory: ", why_not)));
 }

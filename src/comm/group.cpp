@@ -25,7 +25,7 @@ Group::Group() : back_ends_(std::make_unique<comm::DeviceBackends>()) {}
 // If close() was not called, this rank's device collectives may still wait for peers.
 Group::~Group() { back_ends_->abort("the group was destroyed without close()"); }
 
-// Peers are watched before they are met, so the wait ends if a peer's process does.
+// Peers are watched before this rank connects, so the wait ends if a peer's process ends.
 std::shared_ptr<comm::DeviceCollectives> Group::connect_on_device(const std::vector<int>& ranks,
                                                                   c10::Device device) {
   auto made = back_ends_->add(device_groups_(ranks));

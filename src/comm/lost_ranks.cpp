@@ -60,7 +60,8 @@ LostRanks::~LostRanks() {
     // If a rank notices later that this rank is gone, it can still read how this rank ended.
     store_->set(key("here", rank_), bytes_of(here() + ", and has closed its engine"));
     if (!called_last_) {
-      decide(concat("rank ", rank_, " has closed its engine without gathering: it is at ", here()));
+      decide(concat("rank ", rank_, " has closed its engine without gathering parameters, at ",
+                    here()));
     }
     wake(*store_, rank_, kClose);
   } catch (const std::exception&) {

@@ -3,13 +3,13 @@
 // of each rank.
 //
 // [Note: Roll call] Every rank has a watch thread that waits in the store for a key of that rank.
-// When an exchange fails, its rank posts its own position and error, wakes all watch threads, and
-// waits a grace period for the answer of every other rank. A rank that does not answer is dead or
-// stopped. A slow rank does answer, because its watch thread does not depend on the model's thread.
-// The store keeps the first verdict. If a second rank fails later because the first one is gone,
-// the second rank repeats that verdict and does not blame the first one. If a failed rank is
-// closing, the watch threads also end the exchanges of ranks that wait for it ([Note: Last call],
-// penstock/group.h).
+// When an exchange fails on a rank, that rank posts its position and its error, and wakes all watch
+// threads. Then it waits a grace period for the answers of the other ranks. A rank that does not
+// answer is dead or stopped. A slow rank does answer, because its watch thread does not depend on
+// the model's thread. The store keeps the first verdict. If the first rank that failed is gone and
+// a second rank fails because of that, the second rank repeats the stored verdict and does not
+// blame the first rank. When a failed rank closes its engine, the watch threads also end the
+// exchanges of the ranks that wait for it ([Note: Last call], penstock/group.h).
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
@@ -40,15 +40,16 @@ class LostRanks {
 
   void set_position(Position position);
   // Holds the roll call, or repeats its verdict. The text has one sentence for each rank that is
-  // dead or failed, then the positions of the other ranks. If ranks found that they make different
-  // calls ([Note: Turns]), returns that difference.
+  // dead or failed, then the positions of the other ranks. If the ranks have already found that
+  // they make different calls ([Note: Turns]), returns that difference instead.
   std::string call(const std::string& error);
   // Ends the exchanges of all other ranks, with `why` as the reason.
   void tell(const std::string& why);
   // Asks the rank `rank` whether this rank waits for it in vain. Only one thread may call ask().
   void ask(int rank, const std::string& question);
-  // How the run has been closed so far: not at all, by all ranks together at the last call, or by
-  // at least one rank on its own. In the last case `why` names that rank.
+  // How the run has been closed so far: not at all (kOpen), by all ranks together at the last call
+  // (kTogether), or by at least one rank on its own (kOneByOne). For kOneByOne, `why` names that
+  // rank.
   enum class Ending { kOpen, kTogether, kOneByOne };
   Ending ending(std::string* why);
   // See Group::last_call().
@@ -63,13 +64,13 @@ class LostRanks {
   void tell(c10d::Store& store, const std::string& why);
   void hear(const std::string& why);
   void watch();
-  // Stores `answer` as the answer to the last call, unless the store has one already. The first
-  // answer is valid for all ranks.
+  // Stores `answer` as the answer to the last call, unless the store already has an answer. All
+  // ranks use the stored answer.
   void decide(const std::string& answer);
   bool decided(std::chrono::milliseconds within);
 
   c10::intrusive_ptr<c10d::Store> store_, watch_store_;
-  c10::intrusive_ptr<c10d::Store> asking_;  // a connection of its own, made by the first ask()
+  c10::intrusive_ptr<c10d::Store> asking_;  // a separate connection, made by the first ask()
   const std::string prefix_;
   const int rank_, size_;
   const std::chrono::milliseconds grace_;

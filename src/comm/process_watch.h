@@ -11,8 +11,8 @@ namespace penstock::comm {
 class ProcessWatch {
  public:
   // Watches the processes in `pids`, except this process. Throws if one of them does not exist or
-  // is not visible from here. For each process that ends, this object's own thread calls `ended`
-  // once, with the index in `pids`.
+  // is not visible to this process. For each process that ends, this object's own thread calls
+  // `ended` once, with the index in `pids`.
   ProcessWatch(const std::vector<int64_t>& pids, std::function<void(int index)> ended);
   ~ProcessWatch();
   static bool has_ended(int64_t pid);

@@ -11,8 +11,8 @@ namespace penstock::comm {
 
 class Reduction {
  public:
-  // Throws c10::Error if `op` is unset or lacks its factor. An average is the sum divided by
-  // `ranks`.
+  // Throws c10::Error if `op` is unset, or if it needs a factor and has none. An average is the sum
+  // divided by `ranks`.
   Reduction(const c10d::ReduceOp& op, at::ScalarType dtype, int ranks);
 
   // to[i] = op of sources[..][i], applied in the order of the sources. `to` may be one of the

@@ -75,7 +75,7 @@ std::string StoreGroup::last_call(const std::string& fault) {
     const std::lock_guard lock(mutex_);
     why = lost_;
   }
-  std::string first = "not every rank took part in the last call";
+  std::string first = "not every rank took part in close()";
   try {
     first = roll_call_->last_call(why, limit_);
   } catch (const std::exception&) {

@@ -1,7 +1,7 @@
 #pragma once
 // StoreGroup: base class of the groups whose ranks are processes that meet at a store. It
-// implements the roll call, the last call, the board, and the end of exchanges. A subclass
-// implements the exchanges.
+// implements the roll call, the last call, the board, and end_exchanges(). A subclass implements
+// the exchanges.
 #include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
@@ -48,7 +48,7 @@ class StoreGroup : public Group {
                    uint32_t tag) = 0;
   virtual bool run_tiles(const std::vector<Piece>& sends, const TileSource& from, uint32_t tag,
                          const TakeTile& take) = 0;
-  // Called under mutex_ after ended_ is set: ends the waits in progress.
+  // Ends the waits in progress. Called with mutex_ locked, after ended_ is set.
   virtual void abort_waits() = 0;
 
   std::chrono::milliseconds time_to_connect() override { return limit(); }
@@ -77,15 +77,15 @@ class StoreGroup : public Group {
   std::string answer(const std::string& question);
 
   const int rank_, size_;
-  const std::chrono::milliseconds limit_;  // time limit of the last call
+  const std::chrono::milliseconds limit_;  // time limit of last_call()
   std::chrono::milliseconds timeout_{};
   std::atomic<bool> met_ = false;
   std::string lost_;  // guarded by mutex_: the error of the first failed exchange
   std::string left_;  // guarded by mutex_: why a neighbour's connection was closed
-  std::map<std::string, double> asked_;  // by lane: age of its wait when it last asked
+  std::map<std::string, double> asked_;  // by lane: age of its wait at its last ask()
   std::mutex answers_;
   bool answers_questions_ = false;  // guarded by answers_
-  // By rank and lane that asked: the last difference. Guarded by answers_.
+  // The last difference, by the rank and the lane that asked. Guarded by answers_.
   std::map<std::pair<int, std::string>, std::string> suspected_;
   std::optional<LostRanks> roll_call_;
   std::optional<Watchdog> watch_;

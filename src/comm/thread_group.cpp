@@ -133,8 +133,8 @@ class ThreadGroup final : public Group {
     const std::lock_guard lock(mailbox_->mutex);
     mailbox_->closed[rank_] = true;
     if (mailbox_->came < size_ && mailbox_->refusal.empty()) {
-      mailbox_->refusal = concat("rank ", rank_, " has closed its engine without gathering: it is ",
-                                 "at ", mailbox_->positions[rank_].text());
+      mailbox_->refusal = concat("rank ", rank_, " has closed its engine without gathering ",
+                                 "parameters, at ", mailbox_->positions[rank_].text());
     }
     mailbox_->changed.notify_all();
   }
@@ -142,8 +142,8 @@ class ThreadGroup final : public Group {
  protected:
   void watch_peers() override {
     throw ConfigError(
-        "[comm::Group] ranks that are threads exchange through host memory only; a device's "
-        "collectives need one process per rank");
+        "[comm::Group] ranks that are threads can exchange only through host memory. Use one "
+        "process per rank for collectives on a device");
   }
 
  private:
@@ -163,7 +163,7 @@ class ThreadGroup final : public Group {
     if (found == letters.end()) {
       if (!ended.empty()) throw std::runtime_error(ended);
       throw std::runtime_error(
-          concat(in_time ? "peer is gone: rank " : "timed out on rank ", piece.peer));
+          concat(in_time ? "peer is gone: rank " : "timed out waiting for rank ", piece.peer));
     }
     auto& letter = found->second.front();
     if (static_cast<int64_t>(letter.size()) != piece.bytes) {

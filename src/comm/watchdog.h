@@ -1,5 +1,6 @@
 #pragma once
-// Watchdog: a rank's board, and a line on stderr for each wait that takes longer than `warn`.
+// Watchdog: owns a rank's board, and prints a line on stderr for each wait that takes longer than
+// `warn`.
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -13,9 +14,9 @@
 
 namespace penstock::comm {
 
-// Owned by a group. A transport's wait cannot be interrupted for a warning: gloo drops a connection
-// when a wait on it times out. So a thread checks the board once per `warn`, and again when a wait
-// on the board becomes due.
+// Owned by a group. A waiting thread cannot print the warning itself: it would need a short
+// timeout, but gloo drops a connection when a wait on it times out. So a separate thread checks the
+// board once per `warn`, and also when the next wait on the board reaches `warn`.
 class Watchdog {
  public:
   // Both are called on the watchdog's thread.
@@ -37,7 +38,7 @@ class Watchdog {
   void start();
   static void to_stderr(const std::string& line);
   void run();
-  // Warns about the waits that are due. Returns the time until the next one is due.
+  // Warns about waits that are longer than `warn`. Returns the time until the next check.
   std::chrono::milliseconds look();
 
   Board board_;

@@ -22,7 +22,7 @@ struct Address {
   bool operator==(const Address& other) const { return data == other.data; }
   bool operator!=(const Address& other) const { return data != other.data; }
 
-  // Returns the address for a caller that computes in host memory itself.
+  // Returns a pointer to host memory, for a caller that reads or writes this memory itself.
   char* host() const {
     PENSTOCK_ASSERT(device == nullptr, "[device::Address] the host reads a device's memory");
     return data;

@@ -20,8 +20,8 @@ c10::Device with_index(c10::Device where) {
   return c10::impl::VirtualGuardImpl(where.type()).getDevice();
 }
 
-// Returns the dispatch keys of the user's modes. With these keys, the modes would see the engine's
-// operations.
+// Returns the dispatch keys of the user's modes. They are excluded so that the modes do not see the
+// engine's operations.
 c10::DispatchKeySet modes() {
   return c10::autocast_dispatch_keyset |
          c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,

@@ -3,13 +3,14 @@
 // generic interfaces are used, so nothing here depends on the accelerator's kind.
 //
 // [Note: Order on a device] Work that a thread queues goes to the thread's current stream. Device
-// memory, and pinned memory used by device copies, is freed in stream order: the order of the
-// stream that is current at the free. The thread that frees the memory must first make that stream
-// wait for all other users (Fence::wait).
+// memory is freed in stream order, on the stream that is current when the memory is freed. This is
+// also true of pinned memory that device copies use. The thread that frees the memory must first
+// make that stream wait for all other users of the memory (Fence::wait).
 //
 // [Note: Contexts] A thread begins on device 0. To record or free an event of another device, the
-// thread switches to that device and back, which also makes a context on device 0 (0.5 GB on a
-// GPU). So every thread that works with events first makes the events' device its current device.
+// thread switches to that device and then back to device 0. The switch back makes a context on
+// device 0 (0.5 GB on a GPU). So every thread that works with events first makes the events' device
+// its current device.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
@@ -25,8 +26,8 @@
 
 namespace penstock::device {
 
-// Usable from any thread. Functions that check is_host() also work for the host; all others are for
-// accelerators only.
+// Usable from any thread. Functions that check is_host() also work if the device is the host; all
+// others are for accelerators only.
 class Device {
  public:
   explicit Device(c10::Device where);
@@ -48,7 +49,8 @@ class Device {
   void give_back_pinned(c10::DataPtr memory) const;
   // Must be called before memory that another stream used is freed.
   void used_on(const c10::DataPtr& memory, const c10::Stream& stream) const;
-  // Returns the bytes that can still be allocated on the device; nothing if the device cannot tell.
+  // Returns the number of bytes that can still be allocated on the device. Returns nothing if the
+  // device does not report it.
   std::optional<int64_t> free_bytes() const;
   // Blocks the host until all work of this thread's stream is done.
   void synchronize() const;
@@ -58,7 +60,7 @@ class Device {
 };
 
 at::ScalarType scalar_type(Dtype dtype);
-// The inverse of scalar_type(). Returns nothing for a type in which the engine does not compute.
+// The inverse of scalar_type(). Returns nothing if the engine does not compute in that type.
 std::optional<Dtype> find_dtype(at::ScalarType type);
 // Returns the values at `at` as a one-dimensional tensor that does not own them.
 at::Tensor view(Address at, Dtype dtype, int64_t numel);

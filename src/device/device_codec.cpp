@@ -34,7 +34,7 @@ at::Tensor shifted(const at::Tensor& x, int64_t bits) {  // a logical shift of i
   return x.bitwise_right_shift(bits).bitwise_and_((int64_t{1} << (32 - bits)) - 1);
 }
 
-// The numbers of random_numbers() for `count` indices.
+// Returns the numbers that random_numbers() gives for `count` indices.
 at::Tensor noise_on_device(int64_t first, int64_t count, const Keys& keys,
                            const at::TensorOptions& where) {
   const auto number = [](uint32_t bits) {
@@ -148,7 +148,7 @@ void write_rows_on_device(const at::Tensor& rows, int64_t count, const Wire& wir
       .copy_(pairs.select(1, 0).bitwise_or(pairs.select(1, 1).bitwise_left_shift(4)));
 }
 
-// Returns the part of a residual that is idle; an undefined tensor if none is.
+// Returns the idle part of a residual, or an undefined tensor if no part is idle.
 at::Tensor held_back(const at::Tensor& before, const Residual& residual) {
   at::Tensor held;
   residual.for_each_range(before.numel(), [&](int64_t begin, int64_t end, bool idle) {

@@ -14,7 +14,7 @@ void Fence::wait_for_host_half() const {
 void Fence::wait() const {
   if (!state_) return;
   wait_for_host_half();
-  try {  // even after an error: earlier work may still use the memory, which is freed next
+  try {  // also after an error, because earlier work may still use memory that the caller frees
     if (state_->queued) state_->queued->block(state_->device->current());
   } catch (const std::exception&) {
     if (!state_->error) throw;

@@ -1,6 +1,6 @@
 #pragma once
-// Fence: a point at which work of a lane is done. Only fences set an order between lanes, and
-// between a lane and the threads that submit work to it.
+// Fence: the point at which a piece of a lane's work is done. Only fences set an order between
+// lanes, and between a lane and the threads that submit work to it.
 #include <condition_variable>
 #include <exception>
 #include <memory>
@@ -13,15 +13,15 @@
 
 namespace penstock::device {
 
-// Set once, by a lane. Copies of a fence share one state, since lanes and waiting threads may end
-// in any order. A default fence is already done.
+// Set once, by a lane. Copies of a fence share one state, because either the lane or a waiting
+// thread may end first. A default fence is already done.
 //
 // On a device, a lane's work may be queued and not yet done. The fence then has two halves: the
 // host's half (the lane has queued the work) and the device's half (the work is done).
 class Fence {
  public:
-  // Orders this thread's later work after the fence: the host waits for the host's half, and this
-  // thread's stream waits for the device's half. Throws the error of the lane's work.
+  // Makes this thread's later work wait for the fence: the thread blocks for the host's half, and
+  // its stream waits for the device's half. Throws the error of the lane's work.
   void wait() const;
   // Like wait(), and also waits until data written to host memory has arrived.
   void wait_on_host() const;
@@ -39,7 +39,7 @@ class Fence {
     std::shared_ptr<trace::Recorder> recorder;  // of the waiting thread; may be null
     trace::Text line;                           // the plan line of the work
     uint64_t flow = 0;
-    int16_t row = 0;                    // the lane's row
+    int16_t row = 0;                    // the lane's row in the trace
     std::optional<StreamEvent> queued;  // does not change once `done` is true
   };
   void wait_for_host_half() const;

@@ -58,8 +58,8 @@ at::Tensor sent(const at::Tensor& values, const Device& device) {
   return there;
 }
 
-// Returns host memory to which the device copies while the host goes on. If none can be pinned,
-// copies to it block.
+// Returns pinned host memory, so that copies from a device do not block the host. If no memory can
+// be pinned, returns unpinned memory; copies to it block.
 at::Tensor bounce_buffer(int64_t numel, at::ScalarType type) {
   try {
     return at::empty({numel}, at::TensorOptions(type).pinned_memory(true));
@@ -192,7 +192,7 @@ void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int
 }
 
 void take_edits(Address kept, Address values, Address base, Dtype dtype, int64_t numel) {
-  PENSTOCK_ASSERT(kept.device == base.device, "[device::take_edits] the base is elsewhere");
+  PENSTOCK_ASSERT(kept.device == base.device, "[device::take_edits] `base` is elsewhere");
   if (on_host(kept, values)) {
     auto* const masters = reinterpret_cast<float*>(kept.data);
     return host::take_edits(masters, values.data, base.data, dtype, numel);
@@ -279,7 +279,7 @@ void sum_on_device(const Sum& sum) {
   const auto source = [&](size_t first, int64_t count) {  // in the memory of dst
     return view({const_cast<void*>(sum.sources[first]), sum.dst.device}, sum.dtype, count);
   };
-  // What an all-to-all has brought is a matrix, and one pass adds its rows in fp32.
+  // The values that an all-to-all received are a matrix. One pass adds its rows in fp32.
   const size_t rows = sum.sources.size();
   const auto* const first = static_cast<const char*>(sum.sources.front());
   bool matrix = rows > 1, aside = true;
@@ -288,7 +288,7 @@ void sum_on_device(const Sum& sum) {
     matrix = matrix && sum.sources[i] == first + before;
     aside = aside && sum.sources[i] != sum.dst.data;
   }
-  // Where dividing by the number of rows is exact, one pass also scales and rounds.
+  // If division by the number of rows is exact, this pass also scales and rounds.
   const bool exact = (rows & (rows - 1)) == 0 && sum.scale * static_cast<float>(rows) == 1.0F;
   // The sum itself may overflow fp16. A sum of wider values must not be rounded before it is
   // scaled.

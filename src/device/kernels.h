@@ -17,12 +17,13 @@ namespace penstock::device {
 void copy(Address to, Address from, int64_t bytes);
 void zero(Address at, int64_t bytes);
 
-// Sets `to` to `from` or to the sum of both, converted. Sums are computed in fp32 and rounded once.
-// Blocks if values of a device are added to host memory.
+// Sets `to` to `from`, or to `to` + `from` if `accumulate` is set. Values are converted to
+// `to_dtype`. Sums are computed in fp32 and rounded once. Blocks if values in device memory are
+// added to host memory.
 void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
           bool accumulate);
-// Like take(), and returns whether every value of `from` is finite. Only the host checks the
-// values; on a device, take_checked() always returns true.
+// Does what take() does, and returns whether every value of `from` is finite. Values are checked
+// only on the host; on a device, take_checked() always returns true.
 [[nodiscard]] bool take_checked(Address to, Dtype to_dtype, Address from, Dtype from_dtype,
                                 int64_t numel, bool accumulate);
 
@@ -36,22 +37,24 @@ void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int
 void take_edits(Address kept, Address values, Address base, Dtype dtype, int64_t numel);
 void scale(Address values, int64_t numel, float factor);  // fp32
 
-// [Note: Reductions on a device] If a reduction sums in a wider dtype, torch first converts the
-// values to that dtype in memory: 8 bytes per value for a sum in double. Only bf16 and fp16 are
-// summed in fp32 without a copy. So no reduction here asks for another dtype.
+// [Note: Reductions on a device] If a reduction sums in a wider dtype, torch first makes a copy of
+// the values in that dtype: 8 bytes per value for a sum in double. The only exception is that bf16
+// and fp16 are summed in fp32 without a copy. So, of the reductions of a whole buffer below, only
+// exact_squares_on_device() needs a copy.
 
 // Returns the square root of the sum of squares of values on a device, as a scalar on that device
-// in fp32. Squares that overflow fp32 give infinity. exact_squares_on_device() returns the sum of
-// squares in double and takes 8 more bytes of device memory per value.
+// in fp32. Returns infinity if the squares overflow fp32. exact_squares_on_device() returns the sum
+// of squares in double, and uses 8 more bytes of device memory per value.
 at::Tensor norm_on_device(Address values, Dtype dtype, int64_t numel);
 at::Tensor exact_squares_on_device(Address values, Dtype dtype, int64_t numel);
 // Returns whether any value differs from the rounded value of `kept`, as a bool on the device.
 at::Tensor edited_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
                             int64_t numel);
-// Returns two int64 numbers on the device that change if the bytes change. Only an edit that keeps
-// the sum of every column and of every row of 512 bytes is missed. `bytes` is a multiple of 512.
+// Returns two int64 numbers on the device that change if the bytes change. The bytes form rows of
+// 512 bytes; `bytes` is a multiple of 512. A change is missed only if it keeps the sum of every row
+// and of every column.
 at::Tensor fingerprint(Address values, int64_t bytes);
-// Returns how many numbers differ between two fingerprints, as a scalar in double.
+// Returns in how many numbers two fingerprints differ, as a scalar in double.
 at::Tensor differ(const at::Tensor& one, const at::Tensor& other);
 // Returns the sum, a scalar in fp32. It is not finite if a value is not finite or if the sum
 // overflows.

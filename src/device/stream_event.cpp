@@ -10,8 +10,8 @@ namespace penstock::device {
 
 namespace {
 
-// Events that nothing uses. One pool for the process, because events belong to devices and not to
-// engines. They are never freed: a process may end after its devices.
+// A pool of unused events. The process has only one pool, because events belong to devices and not
+// to engines. The pool is never freed, because its process may end after the devices.
 class UnusedEvents {
  public:
   static UnusedEvents& get() {

@@ -1,18 +1,18 @@
 #pragma once
 // StreamEvent: a point in the work that is queued on a stream of a device. Other streams and the
-// host can wait for it. CUDA takes some microseconds to make and to free an event, and a step of
-// the engine needs several events per unit, so events are used again.
+// host can wait for it. Events are reused: CUDA takes some microseconds to make and to free an
+// event, and a step of the engine needs several events per unit.
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 namespace penstock::device {
 
-// Usable from any thread whose current device is the stream's ([Note: Contexts]). One owner.
+// Usable from any thread whose current device is the stream's device ([Note: Contexts]). Move-only.
 class StreamEvent {
  public:
   // Marks the end of the work that `stream` has so far. Throws what the device throws.
   explicit StreamEvent(const c10::Stream& stream);
-  ~StreamEvent();  // a later StreamEvent uses the device's event again
+  ~StreamEvent();  // a later StreamEvent reuses the device's event
   StreamEvent(StreamEvent&& other) noexcept;
   StreamEvent& operator=(StreamEvent&& other) noexcept;
 

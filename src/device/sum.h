@@ -9,8 +9,8 @@
 
 namespace penstock::device {
 
-// dst = [dst +] scale * (sources[0] + sources[1] + ...), with numel values each. The sources are in
-// the same memory as dst. dst may be one of the sources if the dtypes are equal.
+// dst = [dst +] scale * (sources[0] + sources[1] + ...). dst and each source have numel values. The
+// sources are in the same memory as dst. dst may be one of the sources if the dtypes are equal.
 struct Sum {
   Address dst;
   Dtype dst_dtype = Dtype::kFp32;
@@ -26,11 +26,11 @@ struct Sum {
 // device the work is queued on this thread's stream.
 void sum_chunks(const Sum& sum);
 
-// Host only. Like sum_chunks(), but in the same pass also computes the sum of squares of the
-// written values, and returns it. The result has the bits of host::sum_squares(dst), so it is
-// finite if and only if all values are finite ([Note: Squares]). The sum of squares starts from
-// `before`. A range may be summed in consecutive parts: if each part except the last is a multiple
-// of 16 * 1024 values, the bits are those of one call for the whole range.
+// Host only. Does what sum_chunks() does, and in the same pass computes the sum of squares of the
+// written values. Returns `before` plus this sum of squares. The result has the same bits as
+// host::sum_squares(dst), so it is finite if and only if all values are finite ([Note: Squares]). A
+// range may be summed in consecutive parts: if each part except the last is a multiple of 16 * 1024
+// values, the bits are those of one call for the whole range.
 double sum_chunks_and_squares(const Sum& sum, double before = 0.0);
 
 }  // namespace penstock::device

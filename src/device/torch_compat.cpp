@@ -8,9 +8,9 @@ namespace penstock::device {
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
 
-// torch 2.11 can set the flag but has no function that clears it. An explicit template
-// instantiation may name private members. The one below gives access to two such members; it does
-// not compile if torch renames them.
+// torch 2.11 can set the flag that clear_guard() clears, but has no function that clears it. An
+// explicit template instantiation may name private members. The one below gives access to two such
+// members; it does not compile if torch renames them.
 namespace {
 
 template <auto kFlag, auto kRefresh>
@@ -38,7 +38,7 @@ void clear_guard(c10::StorageImpl& storage) { storage.clear_data_ptr_access_erro
 
 void set_data(const at::Tensor& tensor, const at::Tensor& data) {
   if (tensor.device() == data.device()) return tensor.set_data(data);
-  // The node for the gradient expects the former device.
+  // The existing gradient accumulator expects the former device.
   if (torch::autograd::AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor)) {
     const std::lock_guard<std::mutex> lock(meta->mutex_);
     meta->grad_accumulator_.reset();

@@ -1,5 +1,5 @@
 #pragma once
-// Differences between torch 2.11 and 2.15.
+// Code that depends on the version of torch, from 2.11 to 2.15.
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -8,7 +8,7 @@
 
 namespace penstock::device {
 
-// shared_ptr up to 2.12, intrusive_ptr since 2.13.
+// A shared_ptr up to torch 2.12, an intrusive_ptr since 2.13.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
 
 template <class>
@@ -30,8 +30,8 @@ inline void set_guard(c10::StorageImpl& storage, const std::string& message) {
 
 void clear_guard(c10::StorageImpl& storage);
 
-// Like tensor.set_data(data), but also works between kinds of devices for which torch refuses the
-// call.
+// Like tensor.set_data(data), but also works if the tensors are on different devices, for which
+// torch may refuse the call.
 void set_data(const at::Tensor& tensor, const at::Tensor& data);
 
 // Returns the Python object of a tensor, or null.

@@ -32,7 +32,7 @@ using F32 = hn::CappedTag<float, 16>;  // at most half a block
 using I32 = hn::RebindToSigned<F32>;
 using U32 = hn::RebindToUnsigned<F32>;
 using I8 = hn::Rebind<int8_t, F32>;
-constexpr int64_t kGroup = 16;            // values of which the signs are two bytes
+constexpr int64_t kGroup = 16;            // values whose signs take two bytes
 using Pairs = hn::ScalableTag<uint16_t>;  // a pair of values as two bytes
 using Packed = hn::Rebind<uint8_t, Pairs>;
 
@@ -178,7 +178,7 @@ void encode_signs(const float* values, int64_t count, const Wire& wire, Encoded 
   }
 }
 
-// `values` are whole blocks, filled up with zeros, of which `count` values are encoded.
+// Encodes the first `count` of `values`. These are whole blocks, padded with zeros.
 void encode_blocks(const float* values, int64_t count, const Wire& wire, const Keys& keys,
                    Encoded to, const Ahead& ahead) {
   HWY_ALIGN int8_t rounded[kMostBlock + 64];
@@ -298,7 +298,7 @@ void for_each_tile(int64_t numel, const Run& run) {
   });
 }
 
-// Adds what earlier encodings rounded away to the values of a tile: where it is idle, or elsewhere.
+// Adds the residual of earlier encodings to a tile: only where it is idle, or only elsewhere.
 void add_before(float* values, int64_t count, const Residual& residual, bool where_idle) {
   if (residual.before.data == nullptr) return;
   residual.for_each_range(count, [&](int64_t begin, int64_t end, bool idle) {
@@ -308,7 +308,7 @@ void add_before(float* values, int64_t count, const Residual& residual, bool whe
   });
 }
 
-// `values`: those that were encoded. A block that is not finite keeps its residual.
+// `values` are the values that were encoded. A block that is not finite keeps its residual.
 void leave_residual(float* values, int64_t count, const Wire& wire, const Encoded& encoded,
                     const Residual& residual) {
   add_before(values, count, residual, true);

@@ -1,10 +1,10 @@
 #pragma once
-// The encoded form of lossy wires ([Note: Wires], src/place/wire.h): the scales of all blocks, then
-// one int8 per value, or two values of four bits per byte (the even value in the low half), or the
-// signs of eight values per byte (1: negative; the first value in the lowest bit). On the host,
-// SIMD (Highway) is chosen at run time and the work is split with at::parallel_for; on a device,
-// torch's operations run on this thread's stream. Every instruction set, number of threads and
-// device gives the same bytes.
+// The encoded form of lossy wires ([Note: Wires], src/place/wire.h). It has the scales of all
+// blocks, then the values. A byte has one int8 value, or two 4-bit values (the even one in the low
+// half), or the signs of eight values (1: negative; the first value in the lowest bit). On the
+// host, SIMD (Highway) is chosen at run time and the work is split with at::parallel_for; on a
+// device, torch's operations run on this thread's stream. Every instruction set, number of threads
+// and device gives the same bytes.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 
 namespace penstock::device {
 
-// The random numbers of stochastic rounding are a function of `key` and of the value's index in its
-// flat, which is `first` for the first value.
+// The random number for a value in stochastic rounding is a function of `key` and of the value's
+// index in its flat. `first` is the index of the first value.
 struct Noise {
   uint64_t key = 0;
   int64_t first = 0;
@@ -30,18 +30,20 @@ struct PlainValues {
   Address at;
   Dtype dtype = Dtype::kFp32;
   int64_t numel = 0;
-  Address base{};  // of this dtype: subtracted from the values; null: zeros
+  Address base{};  // subtracted from the values; of the same dtype; null: zeros
 };
 
-// Error feedback: what an encoding rounds away is added to the values of the next encoding. `after`
-// receives values + before - decoded values, in `dtype`. `before` may be the same memory; if it is
-// null, it stands for zeros. In a block with a value that is not finite, `after` is `before`.
+// Error feedback: the rounding error of an encoding is added to the values of the next encoding.
+// `after` receives values + before - decoded values, in `dtype`. `before` and `after` may be the
+// same memory. If `before` is null, it stands for zeros. If a block has a value that is not finite,
+// `after` receives `before` for this block.
 struct Residual {
   using Ranges = std::vector<std::pair<int64_t, int64_t>>;
 
   Address before{}, after{};
   Dtype dtype = Dtype::kFp32;
-  // Indices [first, second), in ascending order, of values to which nothing is added. Null: none.
+  // Ranges [first, second) of indices, in ascending order. Nothing is added to the values in these
+  // ranges. Null: no ranges.
   std::shared_ptr<const Ranges> idle{};
   int64_t first = 0;  // index of the first value
 
@@ -67,21 +69,22 @@ struct Residual {
   }
 };
 
-// For a sum without an encoding: adds `before`, multiplied by `factor`, to the addends and leaves
-// it, in `after`, only where it is idle. Without a kept `after`, no value may be idle.
+// For a sum without an encoding. For values that are not idle, adds `before` times `factor` to the
+// addends, and sets `after` to zero if it is kept. For idle values, copies `before` to `after`. If
+// `after` is not kept, no value may be idle.
 void add_residual(const Residual& residual, float factor, Address addends, Dtype dtype,
                   int64_t numel);
 
-// Writes wire.encoded_bytes(values.numel) bytes to `to`. Without a kept residual, encodes the
-// values alone.
+// Writes wire.encoded_bytes(values.numel) bytes to `to`. If the residual is not kept, only the
+// values are encoded.
 void encode(Address to, const PlainValues& values, const Wire& wire, const Noise& noise,
             const Residual& residual = {});
 void decode(Address to, Dtype dtype, Address from, int64_t numel, const Wire& wire);
-// sum_chunks() for encoded sources; the dtype of the sources is not used.
+// Like sum_chunks(), but for encoded sources. `sum.dtype` is not used.
 void decode_sum(const Sum& sum, const Wire& wire);
 
-// Returns the values in `dtype` as they arrive after each of the wires in turn. All wires must
-// round to nearest.
+// Converts the values to `dtype`, then encodes and decodes them with each of the wires in turn.
+// Returns the result. All wires must round to nearest.
 at::Tensor coded(Address values, Dtype from, Dtype dtype, int64_t numel,
                  const std::vector<Wire>& wires);
 

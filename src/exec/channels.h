@@ -25,7 +25,8 @@ class Channels {
   // `groups` must outlive this object.
   Channels(const Groups& groups, const Mesh& mesh, Group& peers,
            const std::vector<UnitState>& units);
-  // [all ranks] Connects the ranks that share weights over stages for gradients on that device.
+  // [all ranks] Connects the ranks whose stages share weights, so that they can sum gradients on
+  // that device.
   void connect_tied(Group& peers, c10::Device device);
 
   comm::Channel gather, reduce;  // used by the lanes with these names

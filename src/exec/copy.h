@@ -1,5 +1,6 @@
 #pragma once
-// Copy: a flat's role under one placement. The book of copies is in src/plan/copies.h.
+// Copy: the values that a flat has for one role, under one placement. The book of copies is in
+// src/plan/copies.h.
 #include <algorithm>
 #include <vector>
 

@@ -28,7 +28,7 @@ void EncodedPass::add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uin
                 .dtype = buffer.dtype,
                 .numel = buffer.numel / members_.size(),
                 .noise = noise};
-  if (everywhere) {  // the sum is made in place of this rank's own addends
+  if (everywhere) {  // the sum overwrites this rank's own addends
     part.sum.result = shard(part, buffer.partial, members_.index);
     part.sum.result_dtype = buffer.dtype;
     part.sum.accumulate = false;
@@ -42,10 +42,10 @@ void EncodedPass::feed(const device::Residual& residual,
   parts_.back().gaps = std::move(gaps);
 }
 
-// A sum has the pieces that are sent and the pieces that are received.
+// A sum needs room for the pieces that it sends and for the pieces that it receives.
 int64_t EncodedPass::room_bytes() const { return piece_ * members_.size() * (sums_ ? 2 : 1); }
 
-// ([Note: Noise])
+// Returns the key of the encoding's noise ([Note: Noise]).
 uint64_t EncodedPass::key(const Encoding& part, int64_t step) const {
   const uint64_t facts[] = {part.noise, static_cast<uint64_t>(step), number_,
                             static_cast<uint64_t>(members_.index)};

@@ -1,11 +1,11 @@
 #pragma once
-// EncodedPass: one collective of a walk whose values travel by a lossy wire ([Note: Wires]). The
+// EncodedPass: a collective of a walk that sends its values by a lossy wire ([Note: Wires]). The
 // pieces of all buffers for one member are encoded one after another, so they travel together.
 //
 // [Note: Noise] The random numbers of stochastic rounding depend on the flat's name, the step, the
 // number of the backward in its window, the pass and the member's index. So they differ between
-// addends and are equal in a run that was resumed. They are also equal on ranks of other axes
-// (tensor ranks, stages), which may add up equal gradients and must get equal sums.
+// addends, and a resumed run draws the same numbers. Ranks of other axes (tensor ranks, stages)
+// draw the same numbers too, because they may add up equal gradients and must get equal sums.
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -19,19 +19,19 @@ namespace penstock::exec {
 
 class EncodedPass {
  public:
-  // `members` must outlive the pass. `number`: of the pass in its walk.
+  // `members` must outlive the pass. `number`: the number of the pass in its walk.
   EncodedPass(const Wire& wire, const Members& members, uint64_t number)
       : wire_(wire), members_(members), number_(number) {}
 
   // Adds a gather of shards of `numel` values. `own` is this rank's shard; `full` receives the
-  // shards of all members. `own` may be in its place in `full`, but not if the wire sends deltas:
-  // then `full` has the old values of all shards, alike on all members.
+  // shards of all members. `own` may be in its place in `full`, unless the wire sends deltas. In
+  // that case, `full` has the old values of all shards, which are equal on all members.
   void add_gather(device::Address own, device::Address full, Dtype dtype, int64_t numel);
-  // Adds a sum. Its scratch is not used. If `everywhere`, all shards of the sum replace `partial`.
-  // `noise`: from the flat and the backward.
+  // Adds a sum. Does not use the scratch of `buffer`. If `everywhere` is set, all shards of the sum
+  // replace `partial`. `noise` depends on the flat and the backward.
   void add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise);
-  // Gives the last sum a residual of all its addends. It must not be `everywhere`. `gaps`: ranges
-  // of the result that are zero; null: none.
+  // Sets the residual, for all addends, of the sum that was added last. That sum must not be
+  // `everywhere`. `gaps`: ranges of the result to be set to zero; null: none.
   void feed(const device::Residual& residual, std::shared_ptr<const device::Residual::Ranges> gaps);
 
   // Returns the bytes that run() needs.

@@ -17,8 +17,8 @@ namespace {
 // takes at least this time (ns).
 constexpr int64_t kWorthAnEvent = 20'000;
 
-// Returns whether masters and moments rest in host memory and are never copied to the device. They
-// are not if the optimizer runs on the host and writes there what is published.
+// Returns whether masters and moments rest in host memory and are never copied to the device. That
+// is so if the optimizer runs on the host and also writes the published values to host memory.
 bool state_stays_on_host(const Rank& rank) {
   if (!rank.on_accelerator() || rank.cells.updates_on_device()) return false;
   if (rank.cells.optim_rest.tier == Tier::kDevice) return false;

@@ -53,9 +53,9 @@ class Executor {
   std::vector<std::string> collect(const std::string& label, std::string text);
   // [all ranks] Copies rank 0's bytes to every rank.
   void broadcast(const std::string& label, void* data, int64_t bytes);
-  // Begins a training step. The gather and reduce lanes must be idle, because the step is part of
-  // every tag. The update lane first finishes the work that is already queued, and then switches to
-  // the new step.
+  // Begins a training step. The gather and reduce lanes must be idle, because the number of the
+  // step is part of every tag. The update lane first finishes the work that is already queued, and
+  // then switches to the new step.
   void set_step(int64_t step);
   // Returns the number of exchanges with peers in the last complete step.
   int64_t exchanges() const { return exchanges_; }
@@ -83,8 +83,8 @@ class Executor {
 
 // Copies user edits to the masters of all units, as the next update would.
 void take_every_edit(Executor& executor);
-// [stage] Publishes the parameters of a table with deltas themselves, with user edits ([Note:
-// Deltas]).
+// [stage] For a table with deltas ([Note: Deltas]): publishes the parameters themselves, not their
+// deltas, and includes user edits.
 void publish_exactly(Executor& executor, const std::vector<int>& units);
 
 }  // namespace penstock::exec

@@ -48,7 +48,7 @@ struct Slot {
   int64_t room = 0;     // elements of the largest part over the ranks that cut the parameter
   int group = 0;        // optimizer parameter group
   int64_t updates = 0;  // optimizer steps taken so far
-  int64_t squared = 0;  // of these, the steps that updated the second moment
+  int64_t squared = 0;  // number of those steps that updated the second moment
   // Hash of values that the user assigned since the last norm; 0: none ([Note: Edits on some
   // ranks])
   uint64_t given = 0;
@@ -56,7 +56,7 @@ struct Slot {
   bool arrived = false;  // the gradient arrived in this backward
   bool touched = false;  // the slot got a gradient in this window (after the norm: on any rank)
   bool had = false;      // a gradient came since zero_grad(); in torch, .grad would not be None
-  bool written = false;  // the copy that backwards add to contains its contribution
+  bool written = false;  // its contribution is in the copy that backwards add to
   bool shown = false;    // inside gathered() the parameter is the full tensor (WholeParams)
   bool bad = false;      // a contribution of this rank to this window was not finite
   std::string guard;     // error text for a read while the parameter is freed
@@ -72,7 +72,7 @@ struct Unpacked {
 };
 
 // A range of a flat's elements, with its optimizer state. This rank updates the range. A flat has
-// one range, or has several ranges that the plan streams from disk one after another.
+// either one range or several, which the plan streams from disk one after another.
 struct ChunkState {
   int64_t begin = 0, numel = 0;
   // Copies of the optimizer state, the resting copy first. Buffers: the fp32 master (empty if the
@@ -109,7 +109,7 @@ class Flat {
   // Gives the slot's window its own memory with a copy of the values, for tensors that still use
   // this storage.
   void let_go(Slot& slot);
-  // Makes the error text of the next detach() say that the parameters no longer have values.
+  // After the next detach(), the error for reading a parameter says that it no longer has values.
   void say_gone();
   // Like detach(), but skips parameters that still have their own memory.
   void let_params_go();
@@ -128,8 +128,9 @@ class Flat {
 
   void free();  // frees all buffers; no parameter may have a window into them
 
-  // [Note: Residuals] Memory only while it is not zero. `next`: what the sums of this window left;
-  // it replaces `kept` when an update follows, and is dropped with the window otherwise.
+  // [Note: Residuals] A residual has memory only while it is not zero. `next`: the rounding errors
+  // of this window's sums. It replaces `kept` when an update follows. Otherwise it is dropped with
+  // the window.
   struct Feedback {
     Buffer kept;
     std::optional<Buffer> next;
@@ -174,8 +175,8 @@ struct UnitState {
   std::vector<Flat> flats;
   std::vector<Flat> away{};  // flats of other pipeline ranks, without memory
   Copies params, grads;      // the book of copies
-  // The lossy wires by which the working copy came, in this order. Without any, its values are
-  // those at rest.
+  // The lossy wires through which the values of the working copy came, in order. If there are none,
+  // its values are those at rest.
   std::vector<Wire> codings{};
   bool attached = false;              // the parameters have windows
   std::vector<mem::Lease> leaving{};  // memory that unfinished moves still read

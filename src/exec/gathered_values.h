@@ -42,10 +42,10 @@ class GatheredValues {
   // Returns a copy of this rank's part of a cut parameter, or `whole` itself if the parameter is
   // not cut.
   at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
-  // Returns the ranges of the flat's elements of which this rank keeps parameters or masters.
+  // Returns the ranges of the flat's elements for which this rank keeps parameters or masters.
   std::vector<std::pair<int64_t, int64_t>> kept(const Flat& flat) const;
   // [stage] Stores `full` as resting parameters and masters, and zeroes the moments. `full` is
-  // fp32; wherever this rank keeps elements, it has rank 0's values.
+  // fp32. It must have rank 0's values wherever this rank keeps elements.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
   // [stage] Stores this rank's part of new fp32 masters, cut as in `place`, and writes the resting
   // parameters from them (cast and gathered).
@@ -59,12 +59,12 @@ class GatheredValues {
   void show(Flat& flat);
   // [stage] Copies the first rank's edited full parameters to every copy on every rank.
   void refresh(int unit);
-  // [stage] `values` [flat.numel]: fp32 values of the first rank; NaN means no value. Where a value
-  // rounds to the parameter (with deltas: as it rests), the master is set to the value.
+  // [stage] `values` [flat.numel]: fp32 values of the first rank; NaN means no value. Sets a master
+  // to its value if the value rounds to the parameter (with deltas: to the parameter at rest).
   void refine(Flat& flat, const at::Tensor& values, const std::string& label);
   // Returns the first parameter that users wrote to: its gathered values differ from this rank's
-  // resting shard. Returns "" if there is none. Not collective. On a device the call does not read
-  // the result: it adds the count to Rank::doubts, and the norm throws the error.
+  // resting shard. Returns "" if there is none. Not collective. For a device, the call does not
+  // read the result: it adds the result to Rank::doubts, and the norm throws the error.
   std::string edited(int unit);
   // Reads Rank::doubts, which blocks until the device is done. Returns the first edited parameter.
   std::string resolve_doubts();

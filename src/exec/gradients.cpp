@@ -21,11 +21,11 @@ namespace penstock::exec {
 
 namespace {
 
-// Gradients with at least so many elements are copied to their flat alone.
+// A gradient with at least this many elements is copied to its flat by a call of its own.
 constexpr int64_t kAlone = int64_t{1} << 20;
 
-// Large gradients are copied at once, which frees their memory. The others of a unit are copied by
-// one call.
+// Each large gradient is copied by a call of its own, and its memory is then freed. One call copies
+// the other gradients of a flat.
 void pack_into(const Buffer& sum, Flat& flat) {
   if (flat.unpacked.empty()) return;
   const device::Unseen unseen;
@@ -38,7 +38,7 @@ void pack_into(const Buffer& sum, Flat& flat) {
   if (!into[1].empty()) at::_foreach_add_(into[1], from[1]);
 }
 
-// `number`: of the backward in its window ([Note: Noise]).
+// `number` is the number of the backward in its window ([Note: Noise]).
 uint64_t noise_of(const Flat& flat, int64_t number) {
   const uint64_t seed = hash_text({reinterpret_cast<const char*>(&number), sizeof(number)});
   return hash_text(flat.slots.front().name, seed);

@@ -24,8 +24,7 @@ class Gradients {
   Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
   // Waits for the last update's writes to disk, so that backward can use their memory. These writes
-  // may overlap the forward.
-  // `number`: of the backward in its window.
+  // may overlap the forward. `number`: the number of the backward in its window.
   void begin_backward(int64_t number) {
     ++backward_;
     number_ = number;
@@ -71,10 +70,9 @@ class Gradients {
   // Completes each sum to which no later backward adds. Zeroes the elements without a contribution,
   // and creates a sum of zeros for parameters whose gradients are only zeros.
   void complete();
-  // Returns the sum of squares of the part that this rank counts and no other rank does. Each
-  // replica of a gradient counts an equal piece, so every layout adds up the same pieces in the
-  // same order. A sum on a device is not in the result: its square root is appended to `there` as a
-  // device scalar.
+  // Returns the sum of squares of the part that only this rank counts. Each replica of a gradient
+  // counts an equal piece, so every layout adds up the same pieces in the same order. A sum on a
+  // device is not in the result: its square root is appended to `there` as a device scalar.
   double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
   // Must be called if a sum of squares on a device is not finite in fp32. Computes the sum of
   // own_squares() again in double. Blocks until the device is done. Returns infinity if the
@@ -90,7 +88,7 @@ class Gradients {
     Placement to;
     mem::Lease source;
     mem::DiskTicket arriving;  // the read into `source`
-    mem::Lease residual;       // that the walk reads and nobody keeps
+    mem::Lease residual;       // the old one, which the walk still reads
   };
 
   Copy& sum_of(Flat& flat);

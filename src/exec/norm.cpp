@@ -145,7 +145,7 @@ struct Norm::Head {
   std::array<uint64_t, 2> history{};  // histories of the lanes
   Told told;
   Next next = Next::kStep;
-  char doubt = 0;                         // 1: `bad` counts only if the total is not finite either
+  char doubt = 0;                         // 1: `bad` counts only if the total is also not finite
   std::array<char, kTextBytes> bad{};     // the first contribution that is not finite
   std::array<char, kTextBytes> edited{};  // a parameter whose edit is lost
 
@@ -191,7 +191,7 @@ void Norm::compare_history(const std::vector<std::string>& all, const Head& mine
     if (!of_stage || Head::of(all[rank]).history == mine.history) continue;
     throw RuntimeFault(concat("[exec::norm] ranks ", other, " and ", rank_.group.rank(),
                               " ran different collectives on their devices in the previous step. "
-                              "Their gathered parameters and summed gradients may be wrong: load a "
+                              "Their gathered parameters and summed gradients may be wrong. Load a "
                               "checkpoint"));
   }
 }

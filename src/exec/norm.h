@@ -39,10 +39,10 @@ struct Seen {
   Told told;               // counts over all ranks
 };
 
-// What updates follow beside the settings of the optimizer.
+// Rules for updates, in addition to the settings of the optimizer.
 struct UpdateRules {
-  bool keeps_second_moments = false;  // they are not updated, but for their first update
-  double whole_divisor = 1.0;         // of the sums of a window that is not closed early
+  bool keeps_second_moments = false;  // no update after their first one
+  double whole_divisor = 1.0;         // of the gradient sums of a full window
 };
 
 // Arguments of one step.
@@ -85,9 +85,9 @@ class Norm {
 
   // The label of the exchange in every plan.
   static constexpr const char* kLabel = "norm ()";
-  // Returns a payload for a rank that runs a forward or a backward after the window's last
-  // backward, although a step should follow. The rank exchanges it instead of the norm's payload.
-  // `said`: as from say().
+  // Returns the payload of a rank that runs a forward or a backward after the window's last
+  // backward, although a step should follow. The rank sends it in place of the norm's payload.
+  // `said`: a text such as say() returns.
   static std::string going_on(const std::vector<UnitState>& units, Next next,
                               const std::string& said);
   // Takes such payloads of all ranks, by rank. If the ranks do not all go on in the same way,
@@ -99,7 +99,7 @@ class Norm {
   struct Own {
     double squares = 0.0;
     std::string bad;     // the first contribution that is not finite, or ""
-    bool doubt = false;  // `bad` counts only if the total is not finite either
+    bool doubt = false;  // `bad` counts only if the total is not finite too
     std::string edited;  // a gathered parameter that users wrote to, or ""
     Told told;
     ReplicaEdits::Facts edits;

@@ -16,8 +16,8 @@ bool Params::leaves(const std::vector<Move>& moves) const {
 
 bool Params::whole(int unit) const { return rank_.units[unit].params.current() == rank_.whole(); }
 
-// The plan assumes one backward per forward. A second backward finds the unit at rest and not in
-// `hold`, as the plan assumes. The unit is then moved from its actual placement.
+// The plan assumes one backward per forward, with the unit in phase `hold`. A second backward finds
+// the unit at rest. The unit is then moved from its actual placement.
 void Params::run(const PlannedStep& planned) {
   const std::vector<Move>& moves = planned.step.moves;
   const bool away = leaves(moves);

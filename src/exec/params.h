@@ -25,7 +25,8 @@ class Params {
   // Makes the unit's parameters whole: starts the move if it has not started, waits for it, and
   // sets the windows.
   void require(int unit);
-  // The same with the values at rest, even if the table gives parameters a lossy wire.
+  // Like require(), but with exactly the values at rest, even if the table gives parameters a lossy
+  // wire.
   void require_exact(int unit);
   // Returns whether the values of the unit's working copy are rounded by a lossy wire.
   bool coded(int unit) const { return !rank_.units[unit].codings.empty(); }

@@ -89,8 +89,8 @@ struct Rank {
   bool keeps_master(const Flat& flat) const {
     return cells.has_master[static_cast<size_t>(flat.dtype)];
   }
-  // Returns whether a search for such edits copies parameters from a device to the host. If so, the
-  // update searches only if fingerprints (Flat::left) show an edit.
+  // Returns whether a search for the edits of users_write() copies parameters from a device to the
+  // host. If so, the update searches only if fingerprints (Flat::left) show an edit.
   bool edits_cross(const Flat& flat) const {
     return users_write(flat) && flat.rest().one().data().device != nullptr &&
            !cells.updates_on_device();

@@ -267,8 +267,8 @@ void ReplicaEdits::refuse(size_t number, int rank, int other) {
   throw RuntimeFault(concat(
       "[exec::norm] parameter \"", name.c_str(), "\" has different values on rank ", rank,
       " and rank ", other,
-      ": it was changed outside the engine, or by nn.Embedding(max_norm=...) in a forward, but not "
-      "on every rank in the same way. Make the same change on every rank, or change it inside "
+      ". It was changed outside the engine, or by nn.Embedding(max_norm=...) in a forward, but not "
+      "in the same way on every rank. Make the same change on every rank, or change it inside "
       "`with engine.gathered(write=True):`, which takes the values of the first rank (renormalize "
       "rows there instead of using max_norm)"));
 }

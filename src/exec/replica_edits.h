@@ -9,11 +9,11 @@
 //   counted  a hash of the edits that the engine has seen since the last agreement: torch's version
 //            counters, and the values of parameters that got other memory. It shows every such edit
 //            in the next step.
-//   sample   a hash of at most kSamples values of each parameter that rests whole; every
-//            kStepsPerSample steps it takes other values. It also shows writes to `.data`, which
-//            torch does not count. The next step shows an edit of a whole parameter; a smaller edit
-//            shows only if the sample has one of its values. In `zero1` and `zero2` the update
-//            replaces edited values, so later samples do not show the edit.
+//   sample   a hash of at most kSamples values of each parameter that rests whole. Every
+//            kStepsPerSample steps, other values are sampled. The hash also shows writes to
+//            `.data`, which torch does not count. The next step shows an edit of a whole parameter;
+//            a smaller edit shows only if the sample has one of the edited values. In `zero1` and
+//            `zero2` the update replaces edited values, so later samples do not show the edit.
 //
 // If ranks differ in one of the numbers, they exchange a list of the parameters that may differ,
 // and hashes of these parameters' full values. Equal values are no error: rank 0 may swap weights
@@ -21,8 +21,8 @@
 // so for such a parameter the ranks compare the values that users assigned.
 //
 // If each rank computes every update itself (`optim.update` is replicated, as in `ddp`), different
-// processors may round differently. Then a difference by rounding is no error either, but it ends
-// the sampling.
+// processors may round differently. In that case, a difference by rounding is not an error, but it
+// ends the sampling.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

@@ -15,7 +15,7 @@ namespace penstock::exec {
 
 namespace {
 
-// Returns the ranges of the flat to which this rank adds nothing; null if there are none.
+// Returns the ranges of the flat to which this rank adds nothing, or null if there are none.
 std::shared_ptr<const device::Residual::Ranges> idle_ranges(const Flat& flat) {
   auto ranges = std::make_shared<device::Residual::Ranges>();
   for (const Slot& slot : flat.slots) {
@@ -57,7 +57,8 @@ Buffer Residuals::room_for(const Flat& flat) const {
   return made;
 }
 
-// No update uses the sum of the parameter, in which a code without a zero left values.
+// Restores the residual of a parameter without a gradient. No update uses the sum of this
+// parameter, although a code without a zero left values in it.
 void Residuals::restore(Flat& flat, const Slot& slot) {
   auto& [kept, next] = flat.residual;
   if (!next->memory) {  // an exact sum used all of the residual
@@ -155,8 +156,8 @@ void Residuals::add_holders(const Flat& flat, const at::Tensor& part, const std:
   }
 }
 
-// A sum divides by the number of its addends. Over axes that shard the mean, one of the addends has
-// the part and the others have zeros there. Over the other axes, every addend has the part.
+// A sum divides by the number of its addends. On an axis over which the mean is sharded, only one
+// addend has this part and the others have zeros. On the other axes, every addend has this part.
 void Residuals::set_mean(Flat& flat, const at::Tensor& part) {
   drop(flat);
   flat.residual.kept = {};
@@ -179,8 +180,8 @@ void Residuals::set_mean(Flat& flat, const at::Tensor& part) {
   if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
 }
 
-// The divisor of a window that is closed early is smaller than that for which residuals are kept,
-// so the window used `kept` times `factor`; what was too much is taken back.
+// Residuals are kept for the divisor of a full window. A window that is closed early has a smaller
+// divisor, so it used `kept` times `factor`. This function takes the excess back.
 void Residuals::rescale(Flat& flat, double factor) {
   auto& [kept, next] = flat.residual;
   if (!next->memory && kept.memory) {

@@ -31,12 +31,12 @@ bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
 // Returns whether the flat's resting parameters are its masters.
 bool shares_master(const Rank& rank, const Flat& flat) { return !rank.keeps_master(flat); }
 
-// A parameter without any second moment yet gets one.
+// Returns false for a parameter that has no second moment yet, so that it gets one.
 bool keeps_second_moment(const Update& update, const Slot& slot) {
   return update.rules.keeps_second_moments && slot.squared > 0;
 }
 
-// Returns whether the publish only gathers, because the masters are this rank's shards of the
+// Returns whether the publish is only a gather. It is if the masters are this rank's shards of the
 // resting parameters.
 bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Route& way) {
   return way.passes.size() == 1 && way.passes[0].kind == PassKind::kAllGather &&
@@ -104,8 +104,8 @@ void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slo
           "[exec::norm] the gradient of \"", slots[i]->name, "\" is not the same on ranks ",
           groups.stage().ranks[other - static_cast<size_t>(tensor)], " and ",
           groups.stage().ranks[other],
-          ", which compute one model together (mesh.tensor). The layer that uses it computes with "
-          "only a part, for example some of the heads. Give it the style \"partial\" in "
+          ", which compute one model together (mesh.tensor). Its layer computes with only a part "
+          "of the values, for example some of the heads. Give the layer the style \"partial\" in "
           "\"parallel.rules\""));
     }
   }
@@ -173,7 +173,7 @@ void Updates::norm(const comm::Label& label) {
     throw NonFinite(concat(
         "[exec::norm] the gradients are not finite. The weights are unchanged and the window "
         "was dropped. ",
-        bad.empty() ? "Every contribution was finite: their sum overflowed"
+        bad.empty() ? "Every contribution was finite, but their sum overflowed"
                     : "First seen: " + bad));
   }
   seen_.grad_norm = std::sqrt(total) / divisor;
@@ -504,9 +504,9 @@ void Updates::publish_to_disk(int unit, const Chunk& chunk) {
 // [Note: Three publishes] Parameters that rest on disk are written by the update lane, chunk by
 // chunk. For other parameters there are two cases. (1) The optimizer has already done the first
 // pass of the route (`joined`), or the masters are shards of the resting parameters (`in_window`).
-// Then the gather lane waits for the update's fence and runs the remaining passes. The same holds
-// for deltas of masters that stay in their place after the update ([Note: Deltas]), except that no
-// pass has been done. (2) Otherwise the update lane runs the whole route on its own channel.
+// Then the gather lane waits for the update's fence and runs the remaining passes. If masters stay
+// in place after the update, the gather lane also sends their deltas ([Note: Deltas]), but runs all
+// passes. (2) Otherwise the update lane runs the whole route on its own channel.
 void Updates::publish(const PlannedStep& planned) {
   const std::vector<int>& units = planned.step.units;
   if (rank_.cells.publishes_chunks) {

@@ -3,8 +3,8 @@
 //
 // Called only by the model's thread. If the `update` cell is on the device, the optimizer runs on
 // the model's thread. Otherwise it runs on the update lane, and step() may return before the update
-// ends. Until the unit's fence (UnitState::updated), only the update lane may touch the update's
-// buffers.
+// ends. Until the unit's fence (UnitState::updated) is reached, only the update lane may use the
+// update's buffers.
 #include <ATen/core/Tensor.h>
 
 #include <functional>

@@ -219,7 +219,8 @@ bool Walk::counts_squares() const {
   return true;
 }
 
-// Returns the number of the last such pass, counted from 1; 0 if there is none.
+// Returns the number, counted from 1, of the last pass from `first` on that is a collective on the
+// device. Returns 0 if there is none.
 size_t Walk::last_on_device(size_t first) const {
   for (size_t i = route_.passes.size(); i > first; --i) {
     const Pass& pass = route_.passes[i - 1];

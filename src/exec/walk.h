@@ -37,7 +37,8 @@ struct Travel {
     int64_t numel = 0;
     int64_t offset = 0;   // of the residual's first value among the addends
     float factor = 1.0F;  // of the residual in a sum without an encoding
-    // Ranges of the encoded sum that belong to no parameter. A code without a zero fills them.
+    // Ranges of the encoded sum that belong to no parameter. A code that cannot encode zero leaves
+    // values there, so they are set to zero.
     std::shared_ptr<const device::Residual::Ranges> gaps{};
   };
   Fed residual{};

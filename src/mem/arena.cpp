@@ -27,9 +27,9 @@ namespace {
 constexpr int64_t kHugePage = 2 << 20;
 const c10::Stream kNoStream(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
 
-// Each large buffer has its own mapping, so it leaves no hole in the heap. It requests huge pages;
-// if the system refuses, the pages are small. The optimizer's passes are bound by memory bandwidth,
-// and looking up small pages makes them a tenth slower.
+// Each large buffer has its own mapping, so it leaves no hole in the heap. The mapping requests
+// huge pages; if the system refuses, the pages are small. Small pages make the optimizer's passes a
+// tenth slower, because these passes are bound by memory bandwidth and must look up more pages.
 struct Mapping {
   void* base;
   size_t bytes;

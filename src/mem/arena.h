@@ -57,8 +57,8 @@ class Pool {
                 const device::Device& device = device::Device::host());
 
   void set_budget(Budget budget);
-  // Returns a buffer with undefined contents: the buffer at `wanted` if it is unused and has the
-  // right size. Throws RuntimeFault with the bytes requested, in use and allowed.
+  // Returns a buffer with undefined contents. Prefers the buffer at `wanted` if that is unused and
+  // has the right size. Throws RuntimeFault with the bytes requested, in use and allowed.
   c10::DataPtr take(int64_t bytes, const void* wanted = nullptr);
   void give_back(c10::DataPtr data, int64_t bytes);
   void forget(int64_t bytes);  // stops counting memory that will never be given back

@@ -25,7 +25,7 @@ constexpr int kDepth = 64;  // requests in the ring
 // A wait is divided into this many slices. It stalls if all slices end without progress. If a
 // process is stopped, the whole stop counts as one slice, however long it is.
 constexpr int kSlices = 8;
-constexpr int kTries = 100;  // most submissions of a request for which the system moves no bytes
+constexpr int kTries = 100;  // a request fails after this many submissions that move no bytes
 
 using Clock = std::chrono::steady_clock;
 

@@ -21,7 +21,7 @@ struct DiskOptions {
   std::vector<std::string> paths;             // folders; stripes are placed on them in turn
   int64_t stripe_bytes = 4LL << 20;           // the largest size of one request
   double stall_s = 60.0;                      // a wait throws if no request ends for this long
-  bool checksums = false;                     // checks that data read equals the data written
+  bool checksums = false;                     // checks that reads return the bytes written before
   std::shared_ptr<trace::Recorder> recorder;  // records reads and writes; null: none
   std::function<std::unique_ptr<BlockIo>()> make_io;  // for tests; default BlockIo::best()
 };
@@ -62,16 +62,16 @@ class Disk {
   DiskTicket read(int64_t offset, char* data, int64_t bytes);
   DiskTicket write(int64_t offset, const char* data, int64_t bytes);
   void wait(const DiskTicket& ticket) const;
-  // Shows waits as lane "disk" of this board, which must outlive the disk; null: shows none. Must
-  // be called before the first wait.
+  // Shows waits as the lane "disk" of `board`, which must outlive the disk. Null: shows no waits.
+  // Must be called before the first wait.
   void show_on(Board* board);
   bool done(const DiskTicket& ticket) const;  // true even after an error
   // Blocks until every request has ended. Throws if the disk stalls; errors of requests are thrown
   // only by wait().
   void wait_for_all() const;
-  // Must be called at the end of the disk's life. Like wait_for_all(), but does not throw. If the
-  // disk stalled, returns the addresses that the system may still read or write. The memory at
-  // these addresses must never be freed.
+  // Must be called at the end of the disk's life. Waits as wait_for_all() does, but does not throw.
+  // If the disk stalled, returns the addresses that the system may still read or write. The memory
+  // at these addresses must never be freed.
   std::vector<const char*> end() const;
 
   int64_t reserved() const;

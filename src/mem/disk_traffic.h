@@ -15,8 +15,8 @@
 namespace penstock::mem {
 
 struct Buffer {
-  Lease memory;       // memory at rest; for a buffer on disk, memory while it is loaded
-  int64_t numel = 0;  // 0: there is no such buffer
+  Lease memory;       // a buffer on disk has memory only while it is loaded
+  int64_t numel = 0;  // 0: the buffer does not exist
   Dtype dtype = Dtype::kFp32;
   Tier tier = Tier::kDevice;
   int64_t offset = -1;  // offset of its extent on disk

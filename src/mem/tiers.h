@@ -27,11 +27,11 @@ struct Tiers {
   const device::Device* owner(Tier tier) const {
     return tier == Tier::kDevice && !computes.is_host() ? &computes : nullptr;
   }
-  // Returns the arena for values that the host reads. On the CPU it is the device tier's arena, and
-  // its bytes count towards the device budget.
+  // Returns the arena for values that the host reads. On the CPU, this is the device tier's arena,
+  // and its bytes count towards the device budget.
   Arena& on_host() { return computes.is_host() ? device : host; }
   // Returns the most bytes that were in use at one time on the device and in host memory together.
-  // With a device, which has its own memory, it is the sum of two peaks.
+  // If the device has its own memory, the result is the sum of two peaks.
   int64_t peak() const;
   // Ends the disk. Must be called before the buffers of its requests are freed. The buffers of
   // hanging requests are never freed.

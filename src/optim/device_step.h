@@ -8,7 +8,7 @@
 
 namespace penstock::optim {
 
-// The arguments of run_optimizer(). All addresses are in the memory of the runs' device.
+// Takes the arguments of run_optimizer(). All addresses are in the memory of the runs' device.
 void run_on_device(const std::vector<OptimizerConfig>& groups, const std::vector<StepRun>& runs,
                    float grad_scale, StepScalars* scalars);
 

@@ -19,8 +19,8 @@ enum PenstockFusedDtype {
 };
 
 /* A contiguous range of a flat, as penstock::optim::Range. All addresses are in the memory of the
- * device. Each is a multiple of the size of its values. The kernel is fastest if all are multiples
- * of 16, or the same number of values after such a multiple. */
+ * device. Each address is a multiple of the size of its values. The kernel is fastest if all
+ * addresses are multiples of 16, or if all are the same number of values past a multiple of 16. */
 struct PenstockFusedRun {
   float* master;      /* updated in place */
   const void* grad;   /* grad_dtype; only read */
@@ -28,7 +28,7 @@ struct PenstockFusedRun {
   void* moment2;      /* moment_dtype; updated in place */
   void* param_out;    /* receives the new master in param_dtype; null: no output */
   int64_t numel;      /* 0 is allowed */
-  int32_t grad_dtype; /* these three are of enum PenstockFusedDtype */
+  int32_t grad_dtype; /* the three dtypes are values of enum PenstockFusedDtype */
   int32_t moment_dtype;
   int32_t param_dtype; /* ignored if param_out is null */
 };
@@ -40,15 +40,15 @@ struct PenstockFusedAdam {
   int64_t step;              /* 1 for the first update */
   int32_t decoupled;         /* 0: Adam, else AdamW */
   float grad_scale;          /* known to the host */
-  const float* device_scale; /* in the memory of the device; null: 1 */
-  const float* found_inf; /* in the memory of the device; if not 0, nothing changes. May be null */
+  const float* device_scale; /* in the memory of the device; null: a factor of 1 */
+  const float* found_inf; /* on the device; a value other than 0 prevents the update. May be null */
 };
 
-/* What the plugin exports. Functions may be called from any thread. The thread's current device
- * owns the memory and the stream. Functions that return an int return 0 on success; for other
- * codes, penstock_fused_error gives a text that stays valid. */
+/* The functions that the plugin exports. Any thread may call them. The thread's current device owns
+ * the memory and the stream. Check and launch return 0 on success; for any other code,
+ * penstock_fused_error returns a text that stays valid. */
 typedef int (*PenstockFusedVersion)(void);
-/* Whether the kernels can run on the thread's current device. */
+/* Checks whether the kernels can run on the thread's current device. */
 typedef int (*PenstockFusedCheck)(void);
 /* Queues the update on `stream` (a cudaStream_t or hipStream_t) and returns. The arrays are read
  * before the function returns. If the arguments are wrong, nothing is queued. */

@@ -50,8 +50,8 @@ std::optional<FusedPlugin> find_plugin() {
   if (!plugin) {
     TORCH_WARN("penstock: the plugin ", path.string(), " is not used: ", why,
                ". Adam runs as separate operations, which is slower but gives the same results. "
-               "Build it anew (make cuda-plugin), or set PENSTOCK_CUDA_PLUGIN to its path, or to "
-               "nothing if it is not wanted");
+               "Build the plugin again (make cuda-plugin), or set PENSTOCK_CUDA_PLUGIN to the "
+               "path of a plugin, or to nothing to run without one");
   }
   return plugin;
 }
@@ -114,7 +114,7 @@ std::optional<FusedPlugin> FusedPlugin::open(const std::string& path, std::strin
     why = concat("it has version ", version(), " of the interface, and the engine has version ",
                  PENSTOCK_FUSED_VERSION);
   } else if (!plugin.check_ || !plugin.launch_ || !plugin.error_) {
-    why = "functions are missing in it";
+    why = "it lacks functions of the interface";
   } else {
     return plugin;
   }

@@ -1,9 +1,9 @@
 #pragma once
-// Adam and AdamW on a GPU in one pass over memory, if the optional plugin libpenstock_cuda.so is
-// there (plugins/penstock_cuda). The plugin is next to libpenstock.so, or at the path in
-// PENSTOCK_CUDA_PLUGIN; if this variable is set but empty, no plugin is used. A process opens it
-// once and never closes it. If the file cannot be used, one warning says why. Callable from any
-// thread.
+// Runs Adam and AdamW on a GPU in one pass over memory, if the optional plugin libpenstock_cuda.so
+// exists (plugins/penstock_cuda). The plugin is next to libpenstock.so, or at the path in
+// PENSTOCK_CUDA_PLUGIN; if this variable is set but empty, no plugin is used. A process opens the
+// plugin once and never closes it. If the file cannot be used, one warning says why. Callable from
+// any thread.
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -27,7 +27,7 @@ struct FusedScale {
 // The functions of an open plugin. Copies refer to the same plugin.
 class FusedPlugin {
  public:
-  // Opens the file at `path`. Returns nothing and sets `why` if it is no plugin of this version.
+  // Opens the file at `path`. If it is no plugin of this version, sets `why` and returns nothing.
   static std::optional<FusedPlugin> open(const std::string& path, std::string& why);
   // Returns the plugin of this process; null if there is none.
   static const FusedPlugin* of_process();
@@ -45,10 +45,11 @@ class FusedPlugin {
   PenstockFusedError error_ = nullptr;
 };
 
-// Updates the runs of one parameter group if the plugin can: all runs are on the same CUDA or HIP
-// device, and the optimizer is Adam or AdamW. Returns false, and does nothing, if it cannot. All
-// runs make the same `step` (StepRun::step is not read), which is 1 for the first update; a step
-// that found_inf prevented is not counted. The work is queued on the calling thread's stream.
+// Updates the runs of one parameter group, which must be on one device. Does nothing and returns
+// false unless the optimizer is Adam or AdamW and the plugin can compute on this CUDA or HIP
+// device. All runs make the same `step`, which is 1 for the first update and does not count steps
+// that found_inf prevented (StepRun::step is not read). The work is queued on the calling thread's
+// stream.
 bool run_fused(const OptimizerConfig& group, std::span<const StepRun> runs, const FusedScale& scale,
                int64_t step);
 

@@ -1,9 +1,9 @@
 #pragma once
-// Optimizer kernels over flat ranges on the CPU. One pass reads gradient and state once, and writes
-// state and the low-precision parameter once. With a bf16 gradient, fp32 master and moments, and a
-// bf16 parameter, a pass moves 28 bytes per parameter. Stateless free functions, callable from any
-// thread. The work is split with at::parallel_for. The SIMD instruction set (Highway) is chosen at
-// run time.
+// Optimizer kernels over flat ranges on the CPU. A kernel makes one pass, which reads gradient and
+// state once, and writes state and the low-precision parameter once. With a bf16 gradient, fp32
+// master and moments, and a bf16 parameter, a pass moves 28 bytes per parameter. Stateless free
+// functions, callable from any thread. The work is split with at::parallel_for. The SIMD
+// instruction set (Highway) is chosen at run time.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,9 +15,9 @@ namespace penstock::optim {
 
 // A contiguous range of one flat. `master` is fp32 and updated in place. `param_out`, if not null,
 // receives the updated value rounded to `param_dtype` (round to nearest even, the same bits as
-// torch's cast). `grad` has values of `grad_dtype` and is only read. Moments are range.numel values
-// of `moment_dtype`, fp32 or bf16, updated in place. With bf16 moments, the step uses the new
-// moments before they are rounded (to nearest even).
+// torch's cast). `grad` has values of `grad_dtype` and is only read. Each moment has `numel` values
+// of `moment_dtype` (fp32 or bf16) and is updated in place. With bf16 moments, the step uses the
+// new moments before they are rounded (to nearest even).
 struct Range {
   float* master = nullptr;
   const void* grad = nullptr;
@@ -35,15 +35,15 @@ struct AdamOptions {
   float grad_scale = 1.0F;  // product of unscaling, averaging and clipping factors
   int64_t step = 1;         // 1 for the first update (bias correction, arXiv:1412.6980)
   // Number of updates of the second moment, for its bias correction; 0: the same as `step`. If
-  // `keeps_second` is set, this call does not update it.
+  // `keeps_second` is true, this call does not update the second moment.
   int64_t second_step = 0;
   bool keeps_second = false;
 };
 // Same formula and operation order as torch.optim.AdamW / Adam.
 void adam(const Range& range, void* exp_avg, void* exp_avg_sq, const AdamOptions& options);
 
-// Returns the least square root of a second moment, divided by the magnitude of the first moment
-// (both without bias): smaller ones occur in no run of Adam (arXiv:1412.6980, 2.1).
+// Returns the least ratio of the second moment's square root to the first moment's magnitude, both
+// bias-corrected. No run of Adam has a smaller ratio (arXiv:1412.6980, section 2.1).
 inline double least_root(double beta1, double beta2) {
   return std::min(1.0, std::sqrt(1.0 - beta2) / std::max(1e-12, 1.0 - beta1));
 }
@@ -52,7 +52,7 @@ struct SgdOptions {
   double lr = 1e-3, momentum = 0.0, dampening = 0.0, weight_decay = 0.0;
   bool nesterov = false;
   float grad_scale = 1.0F;
-  bool first = false;  // sets the momentum buffer to the gradient, as torch.optim.SGD does
+  bool first = false;  // true: sets the momentum buffer to the gradient, as torch.optim.SGD does
 };
 // `momentum_buffer` may be null if momentum is 0.
 void sgd(const Range& range, void* momentum_buffer, const SgdOptions& options);

@@ -78,8 +78,8 @@ struct Stretch {
   Out* out;
 };
 
-// kKeeps: the second moment is not updated, except where the update would be larger than any update
-// of Adam (arXiv:1412.6980, 2.1): there it is raised to that bound.
+// If kKeeps is set, the second moment is kept. It is raised only where the update would otherwise
+// exceed the largest update of Adam (arXiv:1412.6980, 2.1), until the update equals that bound.
 template <bool kKeeps>
 struct AdamKernel {
   static constexpr int kMoments = 2;

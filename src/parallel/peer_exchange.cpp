@@ -114,7 +114,7 @@ at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
   if (total < 0) total = own * size();
   const auto [begin, end] = share(total, rank(), size());
   TORCH_CHECK(own == end - begin, "[parallel::Peers] rank ", rank(), " of ", size(), " has ", own,
-              " of ", total, " along dim ", dim, "; its share is ", end - begin);
+              " of ", total, " elements along dim ", dim, ", but its share is ", end - begin);
   std::vector<int64_t> sizes = first.sizes().vec();
   const int64_t each = (total + size() - 1) / size();
   sizes[0] = each * size();
@@ -172,7 +172,8 @@ at::Tensor Peers::shift(const at::Tensor& values, const comm::Label& label) {
 // The ranks exchange only hashes. Host copies of the values are made one at a time.
 std::pair<int, bool> Peers::compare(const std::vector<at::Tensor>& values, const std::string& text,
                                     const std::string& other) {
-  // Exchanges on a device carry no tags. Ranks that made different ones differ here.
+  // Exchanges on a device carry no tags. The history differs between ranks that made different
+  // exchanges.
   const uint64_t history = channel_.history();
   uint64_t hash = hash_text({reinterpret_cast<const char*>(&history), sizeof(history)});
   hash = hash_text(text, hash);

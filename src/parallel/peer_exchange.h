@@ -1,13 +1,14 @@
 #pragma once
-// Peers: the exchanges of the ranks of the tensor or sequence axis that compute one operator
-// together. Every rank makes the same calls in the same order, in forward, in backward and in
-// recomputed forwards. The labels must be equal on all ranks. In host memory each exchange checks
-// this; on a device the next compare() does. Results are contiguous and share no memory with the
-// arguments, which may have any strides.
+// Peers: exchanges between the tensor or sequence ranks that compute one operator together. Every
+// rank makes the same calls in the same order, in forward, in backward and in recomputed forwards.
+// The labels must be equal on all ranks. An exchange in host memory checks its label. The labels of
+// exchanges on a device are checked by the next compare(). Results are contiguous and share no
+// memory with the arguments, which may have any strides.
 //
 // Values are in host memory or on the device where the ranks compute. On a device, exchanges are
-// queued on the calling thread's stream, and the host does not wait for them. Without a back end
-// for the device (Group::device_groups), they go through host memory ([Note: Between devices]).
+// queued on the calling thread's stream, and the host does not wait for them. If the group has no
+// back end for the device (Group::device_groups), values go through host memory
+// ([Note: Between devices]).
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -38,8 +39,8 @@ class Peers {
   // Returns the exception that an exchange threw since the last call, or null. Autograd passes on
   // only the text of an exception, so the exception itself is kept here.
   std::exception_ptr take_fault() { return std::exchange(fault_, nullptr); }
-  // Ends all exchanges. A later exchange, made by a graph that outlives its engine, throws
-  // RuntimeFault.
+  // Ends all exchanges. If a graph outlives its engine and makes an exchange after close(), this
+  // exchange throws RuntimeFault.
   void close() {
     closed_ = true;
     watch_ = nullptr;
@@ -57,8 +58,8 @@ class Peers {
   int rank() const { return members_.index; }
   int size() const { return members_.size(); }
 
-  // Returns the sum of the ranks' addends, which all have one shape and dtype. For low precision
-  // the sum is computed in fp32. The sum is equal on all ranks.
+  // Returns the sum of the ranks' addends, which must have the same shape and dtype. Sums of
+  // low-precision addends are computed in fp32. The sum is equal on all ranks.
   at::Tensor sum(const at::Tensor& addend, const comm::Label& label);
   // Returns the ranks' parts joined along `dim`, in rank order. If `size` < 0, the parts have equal
   // sizes. Otherwise each rank has its share() of `size`.
@@ -73,13 +74,13 @@ class Peers {
   at::Tensor all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
                         const comm::Label& label);
 
-  // Sends `values` to the next rank, and returns the previous rank's. The last rank's next one is
-  // the first. All ranks' values have one shape and dtype.
+  // Sends `values` to the next rank, and returns the values of the previous rank. The last rank
+  // sends to the first. All ranks' values must have the same shape and dtype.
   at::Tensor shift(const at::Tensor& values, const comm::Label& label);
 
-  // Compares `values` (bytes, sizes and dtypes), `text` and the exchanges on the device so far with
-  // rank 0's. Returns the first rank that differs (< 0: none), and whether all ranks have the same
-  // `other` text.
+  // Compares this rank's `values` (bytes, sizes and dtypes), `text` and exchanges on the device so
+  // far with those of rank 0. Returns the first rank that differs (< 0: none), and whether all
+  // ranks have the same `other` text.
   std::pair<int, bool> compare(const std::vector<at::Tensor>& values, const std::string& text,
                                const std::string& other);
 
@@ -89,7 +90,7 @@ class Peers {
  private:
   at::Tensor reduce(const at::Tensor& addend, bool gathers, const comm::Label& label);
 
-  // What watch_ is told about an exchange, and whether its values are in host memory.
+  // The arguments of watch_ for an exchange, and whether its values are in host memory.
   struct ExchangeFacts {
     MoveKind kind;
     const comm::Label& label;
@@ -107,7 +108,7 @@ class Peers {
   bool closed_ = false;
   std::exception_ptr fault_;
   comm::Channel channel_;
-  std::optional<comm::LaunchOrder> launches_;  // set if the peers meet on the device
+  std::optional<comm::LaunchOrder> launches_;  // set if the peers exchange on a device
 };
 
 }  // namespace penstock::parallel

@@ -29,9 +29,9 @@ using torch::autograd::variable_list;
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
-// The scores of this rank's queries with the keys of one rank. Only the queries from `first_query`
-// on and the first `num_keys` keys have any. `causal`: the parts are the same tokens, so a query
-// attends to the keys up to its own ([Note: Zigzag]).
+// The scores of this rank's queries with the keys of one rank. Scores exist only for queries from
+// `first_query` on and for the first `num_keys` keys. `causal`: queries and keys belong to the same
+// tokens, so a query attends to the keys up to its own ([Note: Zigzag]).
 struct Block {
   int64_t first_query = 0, num_keys = 0;
   bool causal = false;
@@ -158,7 +158,7 @@ std::array<at::Tensor, 3> backward_of(const Scores& scores, const Attended& whol
   return {at::cat(queries, 2), keys, values};
 }
 
-// What travels around the ring, and one rank's view of it.
+// The exchange around the ring, and what this rank needs to use the values that arrive.
 struct Ring : torch::CustomClassHolder {
   OperatorPeers peers;
   double scale = 1.0;
@@ -281,16 +281,16 @@ at::Tensor ring_attention(const at::Tensor& given_query, const at::Tensor& given
                   query.size(0) == value.size(0) && key.scalar_type() == query.scalar_type() &&
                   value.scalar_type() == query.scalar_type(),
               "[parallel::ring_attention] query ", query.sizes(), ", key ", key.sizes(),
-              " and value ", value.sizes(), " do not fit; see ring_attention.h");
+              " and value ", value.sizes(), " do not fit together (see ring_attention.h)");
   const auto ring = c10::make_intrusive<Ring>();
   ring->peers = peers;
   ring->scale = scale;
   ring->key_size = key.size(-1);
   if (attended) {
     TORCH_CHECK(attended->sizes() == at::IntArrayRef({query.size(0), tokens * ranks}),
-                "[parallel::ring_attention] attended has the sizes ", attended->sizes(), ", not [",
-                query.size(0), ", ", tokens * ranks, "]");
-    // [batch, chunks, tokens of a chunk], first half and second half, the latter in reverse.
+                "[parallel::ring_attention] attended has the sizes ", attended->sizes(),
+                ", but must have [", query.size(0), ", ", tokens * ranks, "]");
+    // The first half of all chunks, and the second half in reverse order.
     const at::Tensor chunks = attended->unflatten(1, {2 * ranks, tokens / 2}).movedim(1, 0);
     ring->attended = {chunks.narrow(0, 0, ranks), chunks.narrow(0, ranks, ranks).flip(0)};
   }

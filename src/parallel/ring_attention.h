@@ -1,6 +1,6 @@
 #pragma once
-// Causal attention over sequences of which each rank has a part. Keys and values travel around the
-// ranks (ring attention, arXiv:2310.01889), so the number of heads does not limit the number of
+// Causal attention over sequences that are divided among the ranks. Keys and values travel around
+// the ranks (ring attention, arXiv:2310.01889), so the number of heads does not limit the number of
 // ranks, and no rank ever has the keys of a full sequence.
 //
 // [Note: Zigzag] A sequence is divided into 2 * ranks equal chunks. Rank r has chunk r and chunk
@@ -19,11 +19,12 @@ namespace penstock::parallel {
 // contiguous, in the query's dtype. `heads` must be a multiple of `key heads`. The parts are those
 // of [Note: Zigzag].
 //
-// `attended` [batch, tokens] bool: the full sequences' keys that may be attended to, in the order
-// of the tokens; absent = all. A query without such a key at or before its position gets zeros.
+// `attended` [batch, tokens] bool: true for each key of the full sequences that may be attended to,
+// in token order; absent: all keys. A query without such a key at or before its position gets
+// zeros.
 //
 // Under autocast the arguments are cast as torch's attention casts them. Sums over keys are
-// computed in fp32, or in fp64 if the query has this dtype. Throws c10::Error if the shapes or
+// computed in fp32, or in fp64 if the query is fp64. Throws c10::Error if the shapes or
 // dtypes do not fit.
 at::Tensor ring_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const std::optional<at::Tensor>& attended, double scale,

@@ -21,9 +21,10 @@ struct TensorMessage {
   std::vector<at::Tensor> tensors;
 };
 
-// One direction. Used by one thread at a time on each side. All ranks must pass the same `from`,
-// `to` and `lane`. A message must be received under the label with which it was sent. If text,
-// shapes and dtypes equal those of the previous message, they are not sent again.
+// Carries messages in one direction. Used by one thread at a time on each side. All ranks must
+// pass the same `from`, `to` and `lane`. A message must be received under the label with which it
+// was sent. If text, shapes and dtypes equal those of the previous message, they are not sent
+// again.
 //
 // Tensors on a device are sent and received by work that is queued on the calling thread's stream.
 class Messages {

@@ -27,9 +27,9 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Used in a forward. The result of an exchange has its own memory and is usually reshaped. Below
-// autograd, the reshaped result is not a view. This matters because, if a custom function returned
-// a view, the model could not change the result in place (`output += residual`).
+// Used in a forward. If a custom function returns a view, the model cannot change the result in
+// place (`output += residual`). The result of an exchange has its own memory and is usually
+// reshaped. Under this guard, reshaping does not make it a view.
 using NoViews = at::AutoDispatchBelowADInplaceOrView;
 
 // Throws c10::IndexError if `good` is false. On an accelerator the host does not wait for `good`:

@@ -124,7 +124,7 @@ class Cutter {
     const ModuleInfo& module = tree_.modules[index];
     const Style style = rule.row->style;
     if (is_own(style)) {
-      rule.fail(concat("\"", module.name, "\" is a module; name its parameters"));
+      rule.fail(concat("\"", module.name, "\" is a module. Name its parameters instead"));
     }
     Ruled ruled{index, style, false, 0, 0};
     if (style == Style::kWhole || style == Style::kPartial) {
@@ -173,7 +173,8 @@ class Cutter {
     if (is_own(style)) {
       const int64_t dim = style == Style::kOwnColumns ? 1 : 0;
       if (param.param.dim() <= dim) {
-        rule.fail(concat("\"", param.name, "\" has ", param.param.dim(), " dims"));
+        rule.fail(concat("\"", param.name, "\" has ", param.param.dim(), " dims, so it has no dim ",
+                         dim, " to cut"));
       }
       return give(index, {TensorCut::kCut, dim, parts(param.param.size(dim), param.name, rule)},
                   rule);
@@ -199,7 +200,7 @@ class Cutter {
         if (is_own(given_.at(param)->row->style)) continue;
         given_.at(param)->fail(concat("it cuts parameter \"", tree_.params[param].name,
                                       "\", which module \"", tree_.modules[index].name,
-                                      "\" also uses: give that module a rule"));
+                                      "\" also uses. Give that module a rule, too"));
       }
     }
   }
@@ -326,7 +327,7 @@ std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>&
   }
   cutter.check_shared(ruled);
   for (const Rule& rule : parsed) {
-    if (!rule.used) rule.fail("no module or parameter has such a name");
+    if (!rule.used) rule.fail("no module or parameter matches this pattern");
   }
   return ruled;
 }

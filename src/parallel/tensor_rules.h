@@ -1,6 +1,6 @@
 #pragma once
-// Rules: map names of modules to cuts of parameters, and so decide which modules the tensor ranks
-// cut, and how. The functions are pure, so every rank gets the same result.
+// Rules map names of modules to cuts of parameters. They decide which modules are cut over the
+// tensor ranks, and how. The functions are pure, so every rank gets the same result.
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -10,20 +10,20 @@
 
 namespace penstock::parallel {
 
-// How a rule treats a module. The letters are states of its input -> output ([Note: Tensor axis],
-// tensor_operators.h).
+// How a rule treats a module. The letters are the states of the module's input -> output
+// ([Note: Tensor axis], tensor_operators.h).
 enum class Style : uint8_t {
   kColumn,        // R -> V: rows of the weight are cut
   kColumnGather,  // R -> I: kColumn, and the output is gathered
   kRow,           // V -> I: columns of the weight are cut
   kRowCut,        // I -> I: kRow, on the rank's share of the input
-  kRowTokens,     // V -> V: kRow, but a rank gets only its tokens; a bias's gradient is partial
+  kRowTokens,     // V -> V: kRow, but a rank gets only its tokens; the bias's gradient is partial
   kVocab,         // any number of rows; embedding: rows are cut; linear: like kColumnGather
   kShared,        // R -> V: the weight is whole, and a rank computes the head that it needs
   kPartial,       // V -> V: the weight is whole, and its gradient is summed over the ranks
-  kWhole,         // the same on every rank; the rule only states that this is intended
+  kWhole,         // equal on every rank; the rule only states that this is intended
   kOwnRows,       // for a parameter: dim 0 is cut, and its module computes with the part directly
-  kOwnColumns,    // the same with dim 1
+  kOwnColumns,    // like kOwnRows, but dim 1 is cut
 };
 
 const char* style_name(Style style);
@@ -41,10 +41,10 @@ struct Ruled {
 // "column_gather", "row", "row_cut" and "row_tokens" (parts as for "column" are allowed), "vocab",
 // "shared:2" (2 heads; fewer heads than ranks), "partial", "whole". The front's own styles are
 // skipped: "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (for
-// modules that enclose the cut ones). A pattern may also name a parameter; its style must be
-// "partial", "whole", "own_rows" or "own_columns" (parts as for "column" are allowed). The first
-// rule that matches applies. Throws ConfigError for rules that match nothing, are impossible, or
-// contradict each other on a shared parameter.
+// modules that enclose the cut ones). A pattern may also name a parameter; the style must then
+// be "partial", "whole", "own_rows" or "own_columns" (parts as for "column" are allowed). The
+// first rule that matches applies. Throws ConfigError for rules that match nothing, are impossible,
+// or contradict each other on a shared parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);
 

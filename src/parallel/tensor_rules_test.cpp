@@ -111,7 +111,7 @@ TEST(Rules, WhatCannotBeIsNamed) {
       {{{"attn.qkv", "column:x"}}, "whole numbers after the colon"},
       {{{"attn.qkv", "column:0"}}, "whole numbers after the colon"},
       {{{"attn.qkv", "vocab:2"}}, "takes no numbers"},
-      {{{"attn.q", "column"}}, "no module or parameter has such a name"},
+      {{{"attn.q", "column"}}, "no module or parameter matches this pattern"},
       {{{"norm", "column"}}, "The model has: wte, attn.qkv, attn.proj, mlp, head"},
       {{{"attn.qkv", "column:5"}}, "has size 24, which cannot be divided into 5 equal parts"},
       {{{"attn.qkv", "column:16,4"}}, "not the sum of its parts"},
@@ -121,7 +121,7 @@ TEST(Rules, WhatCannotBeIsNamed) {
       {{{"wte", "row"}}, "is an embedding"},
       {{{"attn.qkv", "shared:3"}}, "divides the 2 tensor ranks"},
       {{{"norm.weight", "column"}}, "is a parameter"},
-      {{{"norm", "own_rows"}}, "is a module; name its parameters"},
+      {{{"norm", "own_rows"}}, "is a module. Name its parameters"},
       {{{"norm.weight", "own_columns"}}, "\"norm.weight\" has 1 dims"},
       {{{"wte.weight", "own_rows"}}, "\"wte.weight\" has size 11, which is not divisible by 2"},
   };

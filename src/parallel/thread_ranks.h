@@ -16,8 +16,8 @@ namespace penstock::parallel {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Returns what body(peers) returns on each of `size` ranks, which are threads. Throws the first
-// error.
+// Runs body(peers) on `size` ranks, which are threads, and returns each rank's result. Throws the
+// error of the lowest rank that failed.
 inline std::vector<Tensors> on_ranks(int size,
                                      const std::function<Tensors(const OperatorPeers&)>& body) {
   auto groups = Group::threads(size, std::chrono::seconds(20));

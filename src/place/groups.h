@@ -15,9 +15,9 @@ struct Members {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-// Returns one owner for each shard under `place`, in shard order: the lowest of the data ranks of
-// `rank` that hold the shard. `index` is the shard that `rank` owns, or negative if `rank` owns
-// none.
+// Returns one owner for each shard under `place`, in shard order: the lowest rank that holds the
+// shard, among the data ranks of `rank`. `index` is the shard that `rank` owns, or negative if
+// `rank` owns none.
 Members owners(const Placement& place, const Mesh& mesh, int rank);
 
 class Groups {

@@ -10,8 +10,9 @@
 
 namespace penstock {
 
-// Axes in the order of ranks: ranks that differ only in the last axis are neighbours; ranks of
-// different stages are farthest apart. A new axis needs one name here and one row below.
+// Axes in the order in which ranks are numbered: ranks that differ only in the last axis are
+// neighbours, and ranks of different stages are farthest apart. A new axis needs one name here and
+// one row below.
 enum class Axis : uint8_t { kPipeline, kNode, kLocal, kExpert, kSequence, kTensor };
 
 struct AxisRow {
@@ -38,9 +39,9 @@ inline constexpr std::array kDataAxes = {Axis::kNode, Axis::kLocal};
 // [Note: Shard order] The order in which shards nest, from the outermost axis to the innermost. It
 // differs from the order of ranks: shards over `node` are inside those over `local`. So, if the two
 // axes have different wires, gradients are summed inside nodes first, and each rank sends only its
-// shard of these sums to other nodes. Parameters are gathered between nodes first, while each rank
-// has only its shard, and then inside nodes. The position of a rank among the data ranks of a
-// collective is local * node_size + node.
+// shard of these sums to other nodes. Parameters take the opposite order: they are gathered between
+// nodes first, while each rank has only its shard, and then inside nodes. The position of a rank
+// among the data ranks of a collective is local * node_size + node.
 inline constexpr std::array kShardOrder = {Axis::kPipeline, Axis::kLocal,    Axis::kNode,
                                            Axis::kExpert,   Axis::kSequence, Axis::kTensor};
 static_assert(kShardOrder.size() == kNumAxes);
@@ -65,13 +66,13 @@ struct Mesh {
   // Returns the ranks that differ from `rank` only along `axes`. The position in this list is the
   // shard index ([Note: Shard order]).
   std::vector<int> group(int rank, const std::vector<Axis>& axes) const;
-  std::string text() const;  // "node=2 local=4 tensor=2": node, local, and each axis above size one
+  std::string text() const;  // "node=2 local=4 tensor=2": node, local, and other axes above size 1
   // Parses the form that text() returns. Throws ConfigError.
   static Mesh parse(const std::string& text);
   bool operator==(const Mesh&) const = default;
 
  private:
-  int stride(Axis axis) const;  // distance in rank between neighbours along the axis
+  int stride(Axis axis) const;  // difference in rank between neighbours along the axis
 };
 
 }  // namespace penstock

@@ -4,11 +4,12 @@
 //
 // [Note: Model axes] The cells of a table place the copies of a flat over the data axes. The other
 // axes are the model axes: along them, ranks hold different flats, or hold one flat in different
-// ways. Which of these is a property of the flat, so it is stored with the flat and is the same for
-// all its copies. Groups, sums, and the share of the norm follow from it:
+// ways. The layout along a model axis is a property of the flat: it is stored with the flat and is
+// the same for all its copies. It determines the groups, the sums, and which ranks count a gradient
+// in the norm:
 //
 //   R  the holders have the same parameters and the same gradient; the first holder counts it
-//   S  each rank has its own part of the parameters and of the gradient, and counts it
+//   S  each rank has its own part of the parameters and of the gradient, and counts that part
 //   P  the holders have the same parameters, and each has an addend of the gradient, until a `sum`
 //      line adds the addends up; the first holder counts the sum
 #include <array>
@@ -46,8 +47,8 @@ class ModelPlacement {
   int num_addends(const Mesh& mesh) const;
   // Returns whether the rank with this coordinate on the axis holds the flat.
   bool is_held_by(Axis axis, int coordinate) const;
-  // Returns whether this rank counts and saves its values of the flat. One of the holders of equal
-  // values does. Requires a rank that holds the flat.
+  // Returns whether `rank`, which must hold the flat, counts and saves its values of the flat.
+  // Exactly one of the holders of equal values does.
   bool is_counted_by(const Mesh& mesh, int rank) const;
   // Returns whether the parameters of two ranks that hold the flat have the same values.
   bool is_alike(const Mesh& mesh, int rank, int other) const;
@@ -60,8 +61,8 @@ class ModelPlacement {
   std::array<AxisHolding, kNumAxes> axes_{};
 };
 
-// Returns the ranks that hold the flat along the axis, among the ranks that differ from `rank` only
-// there. `index` is negative if `rank` does not hold it.
+// Returns the ranks that hold the flat, among the ranks that differ from `rank` only along `axis`.
+// `index` is negative if `rank` does not hold the flat.
 Members holders(const ModelPlacement& place, Axis axis, const Mesh& mesh, int rank);
 
 }  // namespace penstock

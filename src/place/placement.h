@@ -1,6 +1,6 @@
 #pragma once
-// Placement: where a copy of a unit's role lives. hops() alone decides how data moves from one
-// placement to another. Plain values, usable from any thread.
+// Placement: the layout, tier and dtype of a copy of a unit's role. Only hops() decides how data
+// moves from one placement to another. Plain values, usable from any thread.
 #include <array>
 #include <cstdint>
 #include <string>
@@ -38,8 +38,8 @@ struct Placement {
   bool operator==(const Placement&) const = default;
 };
 
-// The last two are made by layers alone, and hops() never returns them. `kAllToAll`: each rank
-// sends an own part to each peer. `kShift`: each rank sends to the next rank of a ring.
+// Only layers make the last two kinds, and hops() never returns them. `kAllToAll`: each rank sends
+// a different part to each peer. `kShift`: each rank sends to the next rank of a ring.
 enum class MoveKind : uint8_t {
   kAllGather,
   kReduceScatter,
@@ -52,7 +52,7 @@ enum class MoveKind : uint8_t {
 };
 const char* move_kind_name(MoveKind kind);
 
-// One hop. Only the fields of its kind are meaningful.
+// One hop. Only the fields that belong to its kind are meaningful.
 struct Move {
   MoveKind kind{};
   std::vector<Axis> axes{};                       // collectives and slice, in nesting order
@@ -67,21 +67,22 @@ struct Move {
 };
 Move parse_move(std::string_view text);  // throws ConfigError
 
-// Number of shards of a copy with this placement, and the shard that `rank` owns. Shards are
-// numbered in the nesting order of the sharded axes.
+// Both return shards of a copy with this placement: their number, and the index of the shard that
+// `rank` owns. Shards are numbered in the nesting order of the sharded axes.
 int num_shards(const Placement& place, const Mesh& mesh);
 int shard_index(const Placement& place, const Mesh& mesh, int rank);
 
-// Sets axes of size one to R. If only one of the axes `node` and `local` has size one, it takes the
-// layout of the other axis. So `zero3` moves over "data", with one node or with several.
+// Sets axes of size one to R, with one exception: if only one of the axes `node` and `local` has
+// size one, it takes the layout of the other. So the moves of `zero3` are over "data", with one
+// node or with several.
 Placement normalize(Placement place, const Mesh& mesh);
 
 // Returns the moves that turn a copy at `from` into a copy at `to`; empty if the placements are
-// equal. Collectives run on the device tier. Casts to a narrower dtype come first, casts to a wider
-// dtype come last. Equal collectives on several axes are joined if they have the same wire. Shards
-// stay contiguous: to gather or slice an outer axis while an inner axis is sharded, the inner axis
-// is gathered first and sliced again afterwards. Throws ConfigError if an axis changes from R or S
-// to P, since a sum cannot be undone.
+// equal. Collectives run on the device tier. Casts to a narrower dtype come first, and casts to a
+// wider dtype come last. Equal collectives on several axes are joined if they have the same wire.
+// Shards stay contiguous: to gather or slice an outer axis while an inner axis is sharded, the
+// inner axis is gathered first and sliced again afterwards. Throws ConfigError if an axis changes
+// from R or S to P, since a sum cannot be undone.
 std::vector<Move> hops(const Placement& from, const Placement& to, const Wires& wires = {});
 
 // Returns the placement after one move. Throws ConfigError if the move cannot start from `place`.

@@ -36,8 +36,8 @@ class Checker {
     if (conditions.own_optimizer) leaves_state_alone();
     if (conditions.late_update && written_.rests_whole()) {
       refuse(Role::kParam, Phase::kRest, "late",
-             "offload.late_update needs parameters that are fetched before each use, so that the "
-             "fetch can wait for the update: the cell can be sharded or on another tier");
+             "with offload.late_update, the fetch of parameters before each use waits for the "
+             "update, but these parameters are never fetched. Shard the cell or change its tier");
     }
   }
 
@@ -86,8 +86,8 @@ class Checker {
     for (const auto& [role, phase] : values) {
       if (!cell(role, phase).partial()) continue;
       refuse(role, phase, "sum",
-             "P is a sum that is not complete; only gradients can be P, and only before their "
-             "update: each axis can be R or S");
+             "P means an incomplete sum. Only gradients can be P, and only before their update. "
+             "Here each axis can be R or S");
     }
   }
 
@@ -136,8 +136,8 @@ class Checker {
   void wires() const {
     if (rounds(table_.wires.grad, Rounding::kNearest) && !table_.keeps_residual()) {
       refuse_wire("grad",
-                  "nearest rounding loses gradients below half a step in every step: "
-                  "write stochastic, or keep what it loses in table.residual.rest");
+                  "nearest rounding turns all gradients below half of a code's step into 0. Write "
+                  "stochastic, or keep what it loses in table.residual.rest");
     }
     if (rounds(table_.wires.param, Rounding::kStochastic)) {
       refuse_wire("param",
@@ -149,8 +149,8 @@ class Checker {
                 [&](Axis axis) { return rest.on(axis) == Layout::kSharded; });
   }
 
-  // One wire for both axes is used on the axes over which values travel. `why`: the cell that says
-  // over which axes they do.
+  // One wire for both axes is used on the axes over which values travel. `why` is the cell that
+  // determines these axes.
   template <class Travels>
   void must_travel(const std::string& name, const Wires& wires, std::pair<Role, Phase> why,
                    const Travels& travels) const {
@@ -162,7 +162,7 @@ class Checker {
       refuse_wire(name,
                   concat("no parameter travels over the axis ", axis_name(axis), " while table.",
                          role_name(why.first), ".", phase_name(why.second), " is \"",
-                         written_.at(why.first, why.second).text(), "\": leave it out"));
+                         written_.at(why.first, why.second).text(), "\". Leave this wire out"));
     }
   }
 
@@ -182,12 +182,13 @@ class Checker {
     const LossySum& sum = sums.front();
     if (sums.size() > 1 || sum.kind == MoveKind::kAllReduce) {
       refuse_residual(
-          "gradients are rounded twice on their way, and a residual keeps one rounding: use a "
-          "strategy that shards the optimizer state, such as zero1, and one wire for both axes");
+          "gradients are rounded twice on their way, but a residual keeps only one rounding error. "
+          "Use a strategy that shards the optimizer state, such as zero1, and one wire for both "
+          "axes");
     }
     if (!sum.direct) {
       refuse_residual(
-          "gradients are gathered before the sum that rounds: hold them in a layout from which "
+          "gradients are gathered before the sum that rounds. Hold them in a layout from which "
           "they "
           "are only reduced");
     }
@@ -204,8 +205,8 @@ class Checker {
     }
     if (rest.dtype == Dtype::kFp16 || precision_ == Dtype::kFp16) {
       refuse_residual(
-          "gradients in fp16 have a loss scale, which a residual does not follow: train in bf16 or "
-          "fp32, with a residual in bf16 or fp32");
+          "gradients in fp16 have a loss scale, but a residual is not scaled with it. Train in "
+          "bf16 or fp32, with a residual in bf16 or fp32");
     }
   }
 
@@ -222,17 +223,18 @@ class Checker {
     });
     if (wires.has(Code::kSign) || rounds(wires, Rounding::kStochastic)) {
       refuse_wire("publish",
-                  "what a delta rounds away is part of the next delta, which must not be larger "
-                  "than this one: write int4 or int8, and nearest");
+                  "the next delta includes the rounding error of this one, and must not grow "
+                  "because of it: write int4 or int8, and nearest");
     }
     const Wire &node = wires.on(Axis::kNode), &local = wires.on(Axis::kLocal);
     if (node.lossy() && local.lossy() && node != local) {
-      refuse_wire("publish", "a delta is rounded once: use one wire for both axes, or for one");
+      refuse_wire("publish",
+                  "a delta is rounded once. Use one wire for both axes, or a wire for one axis");
     }
     if (wires.lossy()) return base(optim);
     if (table_.keeps_base()) {
       refuse(Role::kParam, Phase::kUpdate, "base",
-             "only deltas need it: set a lossy table.wire.publish, or leave the cell out");
+             "only deltas need this cell: set a lossy table.wire.publish, or leave it out");
     }
   }
 
@@ -255,29 +257,29 @@ class Checker {
     const Placement wanted = base_of(table_);
     if (table_.keeps_base() && cell(Role::kParam, Phase::kUpdate) == wanted) return;
     refuse(Role::kParam, Phase::kUpdate, "base",
-           concat("deltas are computed where masters are updated, from values as they rest: it can "
-                  "only be \"",
+           concat("deltas are computed where masters are updated, in the dtype of "
+                  "table.param.rest: it can only be \"",
                   wanted.text(), "\""));
   }
 
   // wire: signs have one magnitude for a whole block.
   void signs(const Conditions& conditions) const {
     if (table_.wires.param.has(Code::kSign)) {
-      refuse_wire("param", "the sign of a parameter does not stand for its value: use int8");
+      refuse_wire("param", "the sign of a parameter cannot represent its value. Use int8");
     }
     if (!sums_signs(table_, mesh_)) return;
     if (conditions.own_optimizer || conditions.optimizer == OptimizerType::kAdagrad) {
       refuse_wire("grad",
-                  "the optimizer may use squares of gradients, and those of signs are all alike in "
-                  "a block: use AdamW, Adam, SGD or Lion of the engine");
+                  "the optimizer may square the gradients, but all signs of a block have the same "
+                  "square: use AdamW, Adam, SGD or Lion of the engine");
     }
     const bool adam = conditions.optimizer == OptimizerType::kAdam ||
                       conditions.optimizer == OptimizerType::kAdamW;
     if (adam && !conditions.begins_exact) {
       refuse_wire("grad",
-                  "Adam's second moment is updated only in exact steps, since squares of signs are "
-                  "all alike in a block: set comm.exact_first to at least 1 (15% of all steps are "
-                  "usual)");
+                  "Adam's second moment is updated only in exact steps, because all signs of a "
+                  "block have the same square: set comm.exact_first to at least 1 (usually to 15% "
+                  "of all steps)");
     }
   }
 
@@ -291,7 +293,7 @@ class Checker {
     const Placement& rest = cell(Role::kOptim, Phase::kRest);
     if (table_.grads_wait_on_disk()) {
       refuse(Role::kGrad, Phase::kHold, "own optimizer",
-             "an optimizer of your own reads all gradients at once: hold them on device or host");
+             "an optimizer of your own reads all gradients at once. Hold them on device or host");
     }
     if (rest.tier != Tier::kDisk && rest == cell(Role::kOptim, Phase::kUpdate)) return;
     refuse(

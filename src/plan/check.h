@@ -9,7 +9,7 @@ namespace penstock {
 
 // Settings outside the table that restrict it.
 struct Conditions {
-  bool own_optimizer = false;  // the user's optimizer, which keeps its own state
+  bool own_optimizer = false;  // the optimizer is the user's and keeps its own state
   bool late_update = false;    // step() returns before the optimizer has finished
   OptimizerType optimizer = OptimizerType::kSgd;
   bool begins_exact = false;  // the first step has plain wires

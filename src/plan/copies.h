@@ -1,7 +1,7 @@
 #pragma once
-// Copies: records which copies of a unit's role exist and which one is the authority. The planner,
-// the simulator, the tests' interpreter and the executor (for parameters and gradients) keep the
-// same book. A plain value.
+// Copies: the book that records which copies of a unit's role exist and which one is the authority.
+// The planner, the simulator, the tests' interpreter and the executor (for parameters and
+// gradients) all use this class. A plain value.
 //
 // [Note: Copies] Parameters rest: one copy is the authority and stays in its place. In addition
 // there is at most one working copy. A return to rest only drops the working copy, so it costs
@@ -39,8 +39,8 @@ class Copies {
   // once. Throws ConfigError if there is no such list.
   std::vector<Move> way_to(const Placement& wanted, const Wires& wires = {}) const;
 
-  // Applies the moves to the book, from source(moves) or from the given copy. Throws Bug if there
-  // is no such copy.
+  // Records that the moves ran, from source(moves) or from the given copy. Throws Bug if there is
+  // no such copy.
   void move(const std::vector<Move>& moves);
   void move(const std::vector<Move>& moves, const Placement& from);
   void make(const Placement& place);   // a computation made or added to this copy

@@ -36,8 +36,9 @@ struct UnitDesc {
   bool block = true;        // false: one layer or a tile, which is never recomputed
   bool recomputed = false;  // its forward runs again in backward, from its inputs
   int num_chunks = 1;       // number of chunks in which its optimizer state passes through memory
-  // The exchanges of one forward and of one backward, in order. Those of a forward that runs again
-  // in backward are in the second list. Empty until step one has shown them.
+  // The exchanges of one forward and of one backward, in order. If the forward runs again in
+  // backward, the exchanges of that second run are in `in_backward`. Empty until step one has shown
+  // them.
   std::vector<LayerExchange> in_forward{}, in_backward{};
   bool operator==(const UnitDesc&) const = default;
 };
@@ -49,19 +50,20 @@ struct Chunk {
   bool operator==(const Chunk&) const = default;
 };
 
-// Returns the chunk's range [begin, end) in a flat of which a rank owns `numel` elements. In every
-// dtype, a chunk begins and ends at a boundary of disk blocks. If a flat is too small for this
-// number of chunks, the last chunks are empty.
+// Returns the chunk's range [begin, end) among the `numel` elements that a rank owns of a flat. In
+// every dtype, a chunk begins and ends at a boundary of disk blocks. If a flat is too small for
+// this number of chunks, the last chunks are empty.
 std::pair<int64_t, int64_t> range_of(const Chunk& chunk, int64_t numel);
 inline constexpr int64_t kChunkGrain = 2048;  // elements
 
-// `kUse` (backward only): the unit computes, but its gradient is not there yet (for example, a unit
-// that is being recomputed). `kGradient`: the unit produces its gradient and needs no parameters.
+// `kUse` (backward only): the unit computes, but its gradient does not exist yet (for example, when
+// the unit is recomputed). `kGradient`: the unit produces its gradient and needs no parameters.
 enum class Mark : uint8_t { kWhole, kBegin, kEnd, kUse, kGradient };
 
 // One entry in the order of a forward or backward. Units that contain others (the root) or that
-// stay in use have a begin and an end. All other units are whole. In a pipeline each visit belongs
-// to one stage. A unit that several stages visit (a tied embedding) exists in each of them.
+// stay in use have a `kBegin` and a `kEnd` visit. All other units have `kWhole` visits. In a
+// pipeline each visit belongs to one stage. A unit that several stages visit (a tied embedding)
+// exists in each of them.
 struct Visit {
   int unit = 0;
   Mark mark = Mark::kWhole;
@@ -74,15 +76,15 @@ struct ModelDesc {
   std::vector<Visit> forward;
   std::vector<Visit> backward;
   int64_t boundary_bytes = 0;  // bytes sent between two stages for one micro-batch
-  // The tier `device` is an accelerator's memory. Otherwise it is host memory, like the tier
+  // True: the tier `device` is an accelerator's memory. False: it is host memory, like the tier
   // `host`.
   bool on_accelerator = false;
   bool operator==(const ModelDesc&) const = default;
 };
 
 // Sets the order that is assumed before step one: unit 0 is the root and encloses all other units,
-// which run in index order in forward and in reverse order in backward. Without `root` all units
-// are whole.
+// which run in index order in forward and in reverse order in backward. If `root` is false, unit 0
+// encloses nothing, and all visits are `kWhole`.
 void assume_order(ModelDesc& model, bool root);
 
 }  // namespace penstock

@@ -20,7 +20,7 @@ Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 
 // Converts low-precision gradients to fp32 before their first sum, because a ring adds in the dtype
 // that it sends. The ring then sends twice the bytes per value, but each value leaves a node only
-// once. Sums are computed in fp32 with and without this pass. `table` must be normalized for the
+// once. Sums are computed in fp32 even without this pass. `table` must be normalized for the
 // mesh.
 Plan sum_as_fp32(const Plan& plan, const Table& table);
 // Returns whether a ring in fp32 sends fewer bytes between nodes than a direct exchange of parts
@@ -28,9 +28,9 @@ Plan sum_as_fp32(const Plan& plan, const Table& table);
 // anyway.
 bool ring_sends_less(const Mesh& mesh, const Table& table);
 
-// Reads state from disk while the previous update runs: each read starts before that update, and
-// the first two reads of optimizer state start before the norm. Inputs of a recomputed unit are
-// moved back while the previous backward runs.
+// Starts reads of state from disk earlier: each read starts before the preceding update line, so
+// that both overlap, and the first two reads of optimizer state start before the norm. Inputs of a
+// recomputed unit are moved back while the preceding backward line runs.
 Plan read_ahead(const Plan& plan);
 
 }  // namespace penstock

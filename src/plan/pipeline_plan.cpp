@@ -81,8 +81,8 @@ void check_shared(const ModelDesc& model, int num_ranks, const Table& table) {
   }
 }
 
-// Returns the first or the last unit of a stage's forward. A unit with others inside is left out if
-// there is another.
+// Returns the first or the last unit of a stage's forward. A unit that encloses others is returned
+// only if the stage has no other unit.
 int end_of(const std::vector<Visit>& visits, bool first) {
   const auto computes = [](const Visit& visit) {
     return visit.mark != Mark::kBegin && visit.mark != Mark::kEnd;
@@ -113,8 +113,8 @@ class StageWriter : StepWriter {
     }
   }
 
-  // `order`: in_rounds() of the schedule. If a rank went ahead in it, its peer's plan would receive
-  // all messages of this rank before the peer computes with the first one.
+  // `order` is in_rounds() of the schedule. If a rank ran ahead of its peer in this order, the
+  // peer's plan would receive all messages of the rank before the peer uses the first one.
   StagePlan write(const std::vector<Action>& order) && {
     StagePlan made;
     for (const Action& action : order) {
@@ -150,8 +150,8 @@ class StageWriter : StepWriter {
     for (const int unit : units) backwards_[unit] += by;
   }
 
-  // Writes the send or the receive of what an action made, with the unit of `stage` at which it
-  // leaves or arrives.
+  // Writes the line that sends or receives the output of the action `made`. The line names the unit
+  // of `stage` at which the output leaves or arrives.
   void transfer(Op op, const Action& made, int stage, int hop) {
     put({.op = op,
          .units = {end_of(forward_[stage], (op == Op::kReceive) == made.forward)},

@@ -9,7 +9,7 @@
 
 namespace penstock {
 
-// Returns the model with the visits of one stage alone.
+// Returns the model with only the visits of one stage.
 ModelDesc of_stage(const ModelDesc& model, int stage);
 
 // Returns the part of the model that one pipeline rank has. If none of its stages visits a unit,
@@ -17,20 +17,20 @@ ModelDesc of_stage(const ModelDesc& model, int stage);
 ModelDesc part(const ModelDesc& model, int num_ranks, int rank);
 
 // Returns the model with the placement of its flats over the pipeline axis: the ranks whose stages
-// visit a unit hold its flats. If there are several, each has an addend of the gradient.
+// visit a unit hold its flats. If several ranks hold a flat, each has an addend of the gradient.
 ModelDesc with_holders(ModelDesc model, int num_ranks);
 
 // A pipeline rank's plan of one step.
 struct StagePlan {
-  std::vector<Plan> actions;  // of each of its actions, in the order of the schedule
+  std::vector<Plan> actions;  // one per action of the rank, in the order of the schedule
   Plan update;                // after the last action
   Plan joined() const;
 };
 
-// Plans the step of one rank. Only the rank's own units and visits are used. An action gathers the
-// units of its stage alone. Between two uses in a step, a unit's parameters are in `hold`, so the
-// table decides whether they are gathered once or for each use. After its last use a unit rests,
-// and its gradient moves to where it is updated.
+// Plans the step of one rank. Only the rank's own units and visits are used. An action gathers only
+// the units of its stage. Between two uses in a step, a unit's parameters are in the cell `hold`,
+// so the table decides whether they are gathered once or for each use. After its last use, a unit
+// returns to rest, and its gradient moves to the cell `update`.
 //
 // Each send is written together with its receive, which belongs to the peer's next action. So every
 // plan is a projection of one common order. No rank can deadlock, even if a send blocks until its

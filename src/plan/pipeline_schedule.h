@@ -49,8 +49,8 @@ struct PipelineShape {
 Schedule make_schedule(const std::string& name, const PipelineShape& shape);
 const std::vector<std::string>& schedule_names();
 
-// Skips empty cells. Throws ConfigError for a cell that is not a forward or a full backward, and
-// for schedules that check_schedule() refuses.
+// Parses the CSV and skips empty cells. Throws ConfigError for a cell that is not a forward or a
+// full backward, and for schedules that check_schedule() refuses.
 Schedule parse_schedule(std::string_view csv);
 
 // Throws ConfigError unless every stage is on its rank and computes every micro-batch once in each
@@ -58,8 +58,8 @@ Schedule parse_schedule(std::string_view csv);
 void check_schedule(const Schedule& schedule);
 
 // Returns the actions of all ranks in one order that can finish: one action per rank and round,
-// each after the actions that it waits for. Ranks that make and take their messages in this order
-// do not wait for each other in a circle.
+// each after the actions that it waits for. Ranks that send and receive their messages in this
+// order cannot deadlock.
 std::vector<Action> in_rounds(const Schedule& schedule);
 // Returns the stage that receives the result of `action`, or -1 if there is none.
 int next_stage(const Action& action, int num_stages);
@@ -67,8 +67,9 @@ int next_stage(const Action& action, int num_stages);
 // Cost of a schedule if all stages take the same time.
 struct Replay {
   double makespan = 0;
-  std::vector<double> idle;    // of each rank, between the start and the makespan
-  std::vector<int> most_held;  // of each rank: stage micro-batches between forward and backward
+  std::vector<double> idle;  // by rank: idle time from the start to the makespan
+  // By rank: the largest number of (stage, micro-batch) pairs between forward and backward.
+  std::vector<int> most_held;
 };
 Replay replay(const Schedule& schedule, double forward, double backward, double transfer = 0);
 

@@ -32,8 +32,8 @@ enum class Op : uint8_t {
   kMove,      // moves a role of units through `moves`
   kForward,   // computes, with a mark
   kBackward,  // computes, with a mark; leaves the unit's gradient as a partial sum
-  kDrop,      // frees copies of the role other than the resting one
-  kSum,       // sums the gradient addends of ranks along an axis other than data
+  kDrop,      // frees all copies of the role except the resting one
+  kSum,       // sums the ranks' addends of a gradient along a model axis
   kNorm,      // computes the global gradient norm over all units: one small collective
   kUpdate,    // runs the optimizer
   kPublish,   // writes the parameter's resting copy from the updated masters, through `moves`

@@ -1,5 +1,5 @@
 #pragma once
-// The planner: goes through a model's order and writes the moves that a table requires in each
+// The planner: walks a model's units in order and writes the moves that a table requires in each
 // phase. Pure functions of (table, model, mesh), so every rank computes the same plan.
 #include <cstdint>
 

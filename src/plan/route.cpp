@@ -102,8 +102,8 @@ std::optional<size_t> residual_pass(const Route& route, const Placement& rest) {
   for (size_t i = 0; i < route.passes.size(); ++i) {
     const Pass& pass = route.passes[i];
     if (!pass.sums() || pass.wire.lossy() != lossy) continue;
-    // A plain sum may also add up the axes over which the residual is sharded, if no later sum is
-    // left that the residual belongs to.
+    // If no sum is lossy and the route completes all partial sums of the residual, a plain sum may
+    // also add up the axes over which the residual is sharded.
     const bool fits = each_axis([&](Axis axis) {
       const bool sums_too = rest.on(axis) == Layout::kSharded && !lossy && completes;
       return pass.from.on(axis) == rest.on(axis) ||

@@ -1,20 +1,21 @@
 #pragma once
-// Route: a list of moves as passes over the data. The plain walk makes one pass per move; a route
-// joins certain moves in one pass. Only this file decides which moves are joined, so the simulator
-// counts exactly the buffers that the executor takes. Plain values, usable from any thread.
+// Route: the passes over the data that carry out a list of moves. Without fusions, each move would
+// be one pass; a route joins certain moves in one pass. Only this file decides which moves are
+// joined, so the simulator counts exactly the buffers that the executor takes. Plain values, usable
+// from any thread.
 //
 // [Note: Fusions]
 //   slice, copy, cast      one pass reads a part, converts it and writes it to the last tier
 //   ... ; all_gather       the pass before the gather writes its result straight into this rank's
-//                          shard of the gathered copy. A gather of deltas needs that copy's old
-//                          values, so its input is elsewhere; its result is where the old values
-//                          are
-//   reduce_scatter; ...    the sum is written to the last tier in the last dtype or, if a sum is
-//                          there already, added to that sum
-//   all_reduce             in place if nothing else changes: the partial sum becomes the sum
+//                          shard of the gathered copy. A gather of deltas needs the old values of
+//                          the gathered copy, so its input has a buffer of its own; its result
+//                          replaces the old values
+//   reduce_scatter; ...    the sum is written to the last tier in the last dtype; if a sum is there
+//                          already, the new sum is added to it
+//   all_reduce             works in place if nothing else changes: the partial sum becomes the sum
 //   sum; sum               values between two sums stay in fp32
-//   update; publish        the first pass of the publish joins the pass of the update if it
-//                          ends in the resting copy or in this rank's shard of it
+//   update; publish        the first pass of the publish joins the pass of the update if the
+//                          publish pass writes to the resting copy or to this rank's shard of it
 // P stands for an incomplete mean: each sum is divided by the number of ranks whose values it adds.
 #include <cstdint>
 #include <optional>
@@ -28,7 +29,7 @@ enum class PassKind : uint8_t { kLocal, kAllGather, kReduceScatter, kAllReduce }
 
 struct Pass {
   PassKind kind{};
-  std::vector<Axis> axes{};  // axes of a collective; local: axes of the cut
+  std::vector<Axis> axes{};  // collective: its axes; local: the axes of the cut
   Placement from{}, to{};
   int parts = 1, part = 0;  // local: the output is this part of the input
   Wire wire{};              // of a collective
@@ -46,12 +47,12 @@ struct Route {
   bool local() const;  // no peer takes part
   // Returns whether a pass writes into this rank's shard of the next pass's gather buffer.
   bool into_next(size_t pass) const;
-  // Returns whether the output of a pass is the route's result, because all later passes work in
-  // place.
+  // Returns whether all passes after this one work in place, so that the output of this pass is in
+  // the buffer of the route's result.
   bool ends_at(size_t pass) const;
   // For a publish: returns whether the optimizer can do the first pass of the route.
   bool joins_update() const;
-  // Returns the dtype after a pass, for a buffer that starts in dtype `first` and ends in `last`.
+  // Returns the dtype after a pass, for a source buffer of dtype `first` and a result of `last`.
   Dtype dtype_after(size_t pass, Dtype first, Dtype last) const;
 };
 
@@ -60,9 +61,9 @@ struct Route {
 Route route(const Placement& from, const std::vector<Move>& moves, const Mesh& mesh, int rank,
             bool consumes = true);
 
-// Returns the pass before which the residual at `rest` is added to the addends of a sum ([Note:
-// Residuals]): the sum by a lossy wire or, in a route without one, the first plain sum of such
-// addends. Nothing if the route has no such pass.
+// Returns the index of the pass that adds the residual at `rest` to the addends of its sum ([Note:
+// Residuals]). It is the sum by a lossy wire or, in a route without one, the first plain sum whose
+// addends fit the residual. Returns nothing if the route has no such pass.
 std::optional<size_t> residual_pass(const Route& route, const Placement& rest);
 
 }  // namespace penstock

@@ -28,14 +28,14 @@ inline bool is_transfer(const Step& step) {
   return step.op == Op::kSend || step.op == Op::kReceive;
 }
 
-// Returns whether a parameter move must stay below this step. Activation moves and transfers do not
-// touch parameters.
+// Returns whether the parameter move `move` must stay below the step `above`. Activation moves and
+// transfers do not touch parameters.
 inline bool in_order(const Step& above, const Step& move) {
   return shares_unit(above, move) && !is_move(above, Role::kAct) && !is_transfer(above);
 }
 
-// Returns whether the move makes parameters ready for use. Other moves (to `hold`) come after the
-// use.
+// Returns whether the step moves parameters to where they are used. Other parameter moves (to
+// `hold`) come after the use.
 inline bool is_gather(const Step& step) {
   return is_move(step, Role::kParam) &&
          std::any_of(step.moves.begin(), step.moves.end(), [](const Move& move) {
@@ -44,7 +44,7 @@ inline bool is_gather(const Step& step) {
          });
 }
 
-// Returns whether gathers, joined collectives and activation moves stop at this step.
+// Returns whether gathers, joined collectives and activation moves may not be moved past this step.
 inline bool is_wall(const Step& step) {
   return step.op == Op::kMicro || step.op == Op::kNorm || step.op == Op::kUpdate ||
          step.op == Op::kPublish;

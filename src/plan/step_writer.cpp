@@ -7,8 +7,8 @@ namespace penstock {
 
 namespace {
 
-// Returns the index of each unit's last visit. A unit that begins in one stage of a pipeline and
-// ends in another one has only one of these visits in a pass.
+// Returns the index of each unit's last visit. If a unit begins in one stage of a pipeline and ends
+// in another one, the pass of each stage has only one of these two visits.
 std::vector<size_t> last_visits(const std::vector<Visit>& order, size_t num_units) {
   std::vector<size_t> last(num_units, 0);
   for (size_t i = 0; i < order.size(); ++i) last[static_cast<size_t>(order[i].unit)] = i;

@@ -25,12 +25,12 @@ class StepWriter {
   // Moves a unit's parameters to the cell of this phase. A return to rest is free, because the
   // authority stayed there.
   void settle_param(int unit, Phase phase);
-  // Starts the books of all units with parameters in the cell of this phase.
+  // Starts the book of copies of each unit, with the parameters in the cell of this phase.
   void begin_params(Phase phase);
   // Writes a forward that visits units in this order. Afterwards the parameters of the visited
   // units are in the cell of `after`. `trains`: a backward follows.
   void forward(const std::vector<Visit>& order, bool trains, Phase after);
-  // Writes a backward. `last`: by unit, whether no later backward of the step visits the unit.
+  // Writes a backward. `last`: by unit, true if no later backward of the step visits it.
   void backward(const std::vector<Visit>& order, const std::vector<bool>& last);
   // Writes the sums along the model axes, the norm and the update of every unit. It runs once per
   // step, when the gradients of all backwards and all stages exist.
@@ -45,11 +45,11 @@ class StepWriter {
  private:
   // Moves the inputs from which a recomputed unit's backward starts.
   void move_inputs(int unit, Phase from, Phase to);
-  // A gradient that is held in place is summed before it moves. Any other gradient moves first and
-  // is summed where it arrives.
+  // Writes the moves of a gradient after a backward. A gradient that is held in place is
+  // accumulated before it moves. Any other gradient moves first, and accumulates where it arrives.
   void settle_grad(int unit, bool last);
-  // Sums gradients of which each rank along a model axis has an addend. Works in place. Writes
-  // nothing if the unit has no such gradients.
+  // Writes the sums of gradients whose addends are on the ranks along a model axis. These sums work
+  // in place. Writes nothing if the unit has no such gradients.
   void sum_addends(int unit);
   // Writes what the unit's layers exchange in one pass.
   void exchange(int unit, const std::vector<LayerExchange>& exchanges);

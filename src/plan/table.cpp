@@ -114,7 +114,7 @@ bool Table::moves_activations() const {
   return !(at(Role::kAct, Phase::kHold) == at(Role::kAct, Phase::kForward));
 }
 
-// The dtypes may differ: then a backward adds to a held copy of a different dtype.
+// The dtypes may differ. Then a backward adds to a held copy of a different dtype.
 bool Table::holds_grad_in_place() const {
   const Placement& made = at(Role::kGrad, Phase::kBackward);
   const Placement& held = at(Role::kGrad, Phase::kHold);
@@ -204,8 +204,8 @@ void TableWires::set(const std::string& name, const std::string& text) {
   for (Wire& wire : wires.axes) {
     if (wire.delta) {
       throw ConfigError(concat("[plan::TableWires::set] wire '", text,
-                               "' is not valid: table.wire.publish sends deltas without the word, "
-                               "and the other wires never send them"));
+                               "' is not valid. Leave out 'delta': table.wire.publish always sends "
+                               "deltas, and the other wires never do"));
     }
     wire.delta = name == kPublish && wire.lossy();
   }

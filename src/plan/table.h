@@ -18,20 +18,20 @@ inline constexpr int kNumPhases = 5;
 const char* role_name(Role role);     // "param" "grad" "optim" "act" "residual"
 const char* phase_name(Phase phase);  // "rest" "forward" "hold" "backward" "update"
 
-// The row of a table that has its wires; its other rows are roles with placements.
+// The name of the table row that has the wires. Each other row has the placements of one role.
 inline constexpr const char* kWireRow = "wire";
 
-// The wires of a table ([Note: Wires]): of parameters on their way to a forward or backward, of
-// gradients on their way to their sums, and of updated parameters on their way to rest ([Note:
-// Deltas]). All other moves have the plain wire.
+// The wires of a table ([Note: Wires]). `param`: parameters that move to a forward or backward.
+// `grad`: gradients that move to their sums. `publish`: updated parameters that move to rest
+// ([Note: Deltas]). All other moves have the plain wire.
 struct TableWires {
   Wires param{}, grad{}, publish{};
 
-  // In the order of a table's text.
+  // Returns the names in the order of a table's text.
   static const std::vector<std::string>& names();  // "param" "grad" "publish"
-  // Text such as "int8/128". Without a rounding, gradients are rounded without a bias, and
-  // parameters are rounded alike by every transfer. The wires of `publish` are deltas, which the
-  // text does not say. set() throws ConfigError.
+  // Text such as "int8/128". If it names no rounding, gradients are rounded stochastically, without
+  // bias, and parameters to nearest, alike in every transfer. The lossy wires of `publish` are
+  // always deltas, so their text omits this. set() throws ConfigError.
   std::string text(const std::string& name) const;
   void set(const std::string& name, const std::string& text);
   TableWires on(const Mesh& mesh) const;  // see Wires::on()
@@ -45,15 +45,15 @@ class Table {
  public:
   TableWires wires{};
 
-  // param: rest, forward, hold, backward, and update only if keeps_base(); grad: backward, hold,
-  // update; optim: rest, update; act: forward, hold, backward; residual: rest, only if
-  // keeps_residual().
+  // The roles have these cells. param: rest, forward, hold, backward, and update only if
+  // keeps_base(); grad: backward, hold, update; optim: rest, update; act: forward, hold, backward;
+  // residual: rest, only if keeps_residual().
   const Placement& at(Role role, Phase phase) const;
   void set(Role role, Phase phase, const Placement& place);
-  // Returns whether sums of gradients by a lossy wire keep what they round away for the next sum
+  // Returns whether sums of gradients by a lossy wire keep their rounding errors for the next sum
   // ([Note: Residuals]). The table then has the cell residual.rest.
   bool keeps_residual() const { return keeps_residual_; }
-  // Returns whether parameters are published by deltas, except in exact steps ([Note: Deltas]). The
+  // Returns whether parameters are published as deltas, except in exact steps ([Note: Deltas]). The
   // table then has the cell param.update.
   bool keeps_base() const { return keeps_base_; }
   // Returns the table with every cell normalized for this mesh (normalize()).
@@ -105,32 +105,33 @@ class Table {
   bool has(Role role, Phase phase) const;
 };
 
-// Returns whether the optimizer does the first pass of a publish by this route.
+// Returns whether the optimizer itself does the first pass of a publish that takes the route `way`.
 bool joins_update(const Table& table, const Route& way);
-// Returns whether optimizer state on disk can pass through memory in chunks. It can if it moves
-// unchanged and the published values are written during the update.
+// Returns whether optimizer state on disk can pass through memory in chunks. It can if one copy
+// moves it unchanged and the update also writes the published values.
 bool streams_state(const Table& table);
-// Returns whether updated parameters can be published by deltas ([Note: Deltas]): they rest as
-// forward and backward use them but for the layout, and the publish only gathers. `table` must be
-// normalized for the mesh.
+// Returns whether updated parameters can be published as deltas ([Note: Deltas]). They can if the
+// cells param.rest and param.forward differ at most in their layout and the publish only gathers.
+// `table` must be normalized for the mesh.
 bool takes_deltas(const Table& table);
 // Returns the cell param.update of a table with deltas.
 Placement base_of(const Table& table);
 
 // A sum of gradients by a lossy wire.
 struct LossySum {
-  Placement addends;  // before the sum
+  Placement addends;  // their placement before the sum
   MoveKind kind{};
   Wire wire{};
-  bool direct = false;  // before it, the gradient is only reduced over other axes
+  bool direct = false;  // no exchange comes before it except reduce_scatter over other axes
 };
-// Returns the sums of a gradient on its way to its update. `table` must be normalized for the mesh.
+// Returns these sums for a gradient on its way to its update. `table` must be normalized for the
+// mesh.
 std::vector<LossySum> lossy_sums(const Table& table, const Mesh& mesh);
-// Returns whether one of these sums adds up signs. Then Adam keeps its second moments as they are,
-// because all values of a block have the same square.
+// Returns whether one of these sums has the code `sign`. Then Adam keeps its second moments as they
+// are, because all values of a block have the same square.
 bool sums_signs(const Table& table, const Mesh& mesh);
 
-// What an executor reads of a table, computed once.
+// The cells and properties of a table that an executor reads, computed once.
 struct Cells {
   explicit Cells(const Table& table);
   bool updates_on_device() const { return optim_update.tier == Tier::kDevice; }
@@ -149,7 +150,7 @@ struct Cells {
 
 struct TableOptions {
   Dtype precision = Dtype::kFp32;
-  bool accumulate = false;  // several backwards per step: the accumulated sums are fp32
+  bool accumulate = false;  // true: several backwards per step, whose sums are in fp32
   Tier optim_tier = Tier::kDevice;
   Tier param_tier = Tier::kDevice;
   std::optional<Tier> grad_tier{};  // tier of held gradients; default: where the optimizer works
@@ -158,7 +159,7 @@ struct TableOptions {
 };
 
 // Returns the preset `name`, one of preset_names(). For any other name, throws ConfigError with the
-// nearest one.
+// nearest name.
 Table preset(const std::string& name, const TableOptions& options);
 const std::vector<std::string>& preset_names();
 

@@ -1,9 +1,9 @@
 // Loads and stores of fp32 vectors from and to memory of any Dtype, for SIMD kernels (Highway).
 // foreach_target.h includes this file once per instruction set, so it has a guard that toggles and
-// no `#pragma once`. Rounding is to nearest even with the bits of torch's casts; NaN becomes the
-// canonical quiet NaN (bf16 0x7FC0, fp16 sign | 0x7E00). Float arithmetic is used only where no
-// result is subnormal; all other steps use integer arithmetic. So every instruction set gives the
-// same bits, and subnormal values survive a flush-to-zero mode.
+// no `#pragma once`. Values are rounded to nearest even, to the same bits as torch's casts; NaN
+// becomes the canonical quiet NaN (bf16 0x7FC0, fp16 sign | 0x7E00). Float arithmetic is used only
+// where no result is subnormal; all other steps use integer arithmetic. So every instruction set
+// gives the same bits, and subnormal values survive a flush-to-zero mode.
 #if defined(PENSTOCK_SIMD_DTYPES_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef PENSTOCK_SIMD_DTYPES_H_
 #undef PENSTOCK_SIMD_DTYPES_H_
@@ -31,7 +31,7 @@ using Bits16 = hn::Rebind<uint16_t, D>;
 template <class D>
 using Bits32 = hn::RebindToUnsigned<D>;
 
-// `d` is a tag of float lanes; reads Lanes(d) values at any alignment.
+// Reads Lanes(d) values at any alignment. `d` is a tag of float lanes.
 template <class D>
 HWY_INLINE VecOf<D> load_fp32(D d, const float* from) {
   return hn::LoadU(d, from);

@@ -4,10 +4,10 @@
 // [Note: Squares] Squares of fp32 values are exact in double, so only the order of the additions
 // matters. That order is fixed: each block of 16 * 1024 values is summed separately, in four
 // partial sums from its start, and the block sums are then added in order. So a norm has the same
-// bits for any number of threads. It also has the same bits in both ways to compute it: in the pass
-// that writes the values (device::sum_chunks_and_squares) and in a separate pass
-// (device::host::sum_squares). The sum of finite values is finite; an Inf or NaN anywhere makes it
-// not finite.
+// bits for any number of threads. Its bits are also the same whether it is computed in the pass
+// that writes the values (device::sum_chunks_and_squares) or in a separate pass
+// (device::host::sum_squares). The sum of finite values is finite; with an Inf or a NaN, the
+// sum is not finite.
 #if defined(PENSTOCK_PLACE_SQUARES_SIMD_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef PENSTOCK_PLACE_SQUARES_SIMD_H_
 #undef PENSTOCK_PLACE_SQUARES_SIMD_H_
@@ -35,7 +35,8 @@ struct BlockSquares {
 };
 
 // Adds the squares of one piece of a block. `count` is a multiple of 32 except in a block's last
-// piece. Inline: across a call GCC 12 (-fipa-modref) loses three of the four partial sums.
+// piece. Must be inlined: across a call, GCC 12 (-fipa-modref) loses three of the four partial
+// sums.
 template <class T>
 HWY_INLINE void add_squares(const T* values, int64_t count, BlockSquares& squares) {
   const hn::ScalableTag<double> d;

@@ -84,8 +84,8 @@ class Splitter {
     if (!head && !(large && (mentioned || tiling_.modules.empty()))) return false;
     if (by_rows || !(head || mentioned)) return by_rows;
     throw ConfigError(concat("[tiles::split_large] tiling: \"", split_.tree.params[p].name,
-                             "\" also belongs to a module other than a plain nn.Linear or "
-                             "nn.Embedding, which needs it whole"));
+                             "\" also belongs to a module that is not a plain nn.Linear or "
+                             "nn.Embedding and needs the parameter whole"));
   }
 
   void tile(int p) {

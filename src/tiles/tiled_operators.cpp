@@ -98,14 +98,14 @@ struct TileOp : torch::CustomClassHolder {
   static void check_backward(Host& host, bool uses, bool trains) {
     if (at::GradMode::is_enabled()) {
       throw RuntimeFault(
-          "[tiles::check_backward] a tiled layer has no second derivative (create_graph): keep it "
-          "out of \"tiling.modules\"");
+          "[tiles::check_backward] a tiled layer has no second derivative (create_graph). Keep the "
+          "layer out of \"tiling.modules\"");
     }
     if (host.begin_tile_backward(uses) || !trains) return;
     throw RuntimeFault(
         "[tiles::check_backward] torch.autograd.grad() cannot return the gradient of a tiled "
-        "parameter, which is never whole. Use engine.backward() and engine.full_grads(), or keep "
-        "it out of \"tiling.modules\"");
+        "parameter, because it is never whole. Use engine.backward() and engine.full_grads(), or "
+        "keep the parameter's module out of \"tiling.modules\"");
   }
 };
 

@@ -23,16 +23,15 @@ struct CrossEntropyOptions {
   double label_smoothing = 0.0;
 };
 
-// The bias of a linear. The gradient goes to the parameter. `values` are kept separately, because
-// the parameter may be sharded again when the values are needed. Without a bias, both are
-// undefined.
+// The bias of a linear. `param` gets the gradient. `values` are kept separately, because the
+// parameter may be sharded again when the values are needed. Without a bias, both are undefined.
 struct Bias {
   at::Tensor param, values;
 };
 
 // One tiled parameter of the core's model. All calls come from the model's thread. If parameters
-// are sharded, every rank makes the same calls, inside or outside the model's forward. Gradients of
-// the weight go to the engine; autograd carries the other gradients through the results. Second
+// are sharded, every rank makes the same calls, inside or outside the model's forward. The engine
+// takes the gradients of the weight; all other gradients pass through autograd as usual. Second
 // derivatives are not supported (RuntimeFault).
 class PENSTOCK_API Tiles {
  public:
@@ -45,15 +44,15 @@ class PENSTOCK_API Tiles {
         int64_t loss_tokens);
 
   int64_t count() const;
-  // input [..., columns], bias [rows] or undefined -> [..., rows]. In fp32, each element equals
-  // that of one undivided product, if the BLAS library guarantees this. The input's gradient is
-  // summed over tiles in fp32.
+  // input [..., columns], bias [rows] or undefined -> [..., rows]. Each fp32 element equals
+  // that of one product with the whole weight, if the BLAS library guarantees this equality. The
+  // input's gradient is summed over tiles in fp32.
   at::Tensor linear(const at::Tensor& input, const Bias& bias) const;
   // ids [...] (integers) -> [..., columns]; bit-identical to a lookup in the whole weight.
   // `padding_idx` < 0: none.
   at::Tensor embedding(const at::Tensor& ids, int64_t padding_idx, bool scale_grad_by_freq) const;
   // Returns the cross-entropy of the logits linear(input, bias) without storing all logits.
-  // Computes `loss_tokens` rows of one tile at a time, with a running log-sum-exp
+  // Computes the logits of `loss_tokens` tokens and one tile at a time, with a running log-sum-exp
   // (arXiv:1805.02867). Backward computes the logits again. input [tokens, columns], target
   // [tokens] -> [] or [tokens], computed in fp32 and returned in dtype `out`.
   at::Tensor cross_entropy(const at::Tensor& input, const Bias& bias, const at::Tensor& target,

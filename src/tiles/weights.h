@@ -20,7 +20,7 @@ namespace penstock::tiles {
 struct TiledWeight {
   std::string name;
   at::Tensor whole;               // the user's parameter
-  std::vector<int64_t> first;     // first row of each tile, then the number of rows
+  std::vector<int64_t> first;     // first row of each tile, then the weight's number of rows
   std::vector<at::Tensor> tiles;  // parameters; they have memory while their units are entered
   std::vector<int> units;         // unit of each tile
   bool trainable = false;         // requires_grad at the time of the split
@@ -33,8 +33,8 @@ struct TiledWeight {
   std::string tile_name(size_t tile) const;
 };
 
-// The engine, as tiles see it. Called by the model's thread and, in a backward, by autograd's
-// thread.
+// The interface through which tiles call the engine. Called by the model's thread and, in a
+// backward, by autograd's thread.
 class Host {
  public:
   virtual ~Host() = default;
@@ -66,8 +66,8 @@ class TiledWeights {
   size_t index_of(const std::string& param) const;
   bool is_tile(int unit) const { return is_tile_.at(unit); }
   void check_open() const;  // throws RuntimeFault after close()
-  // Returns the user's parameter that contains this unit's parameter, and the index of the tile's
-  // first element in it. Returns the parameter itself if it is not a tile.
+  // If the unit is a tile, returns the name of the user's parameter that contains it, and the index
+  // of the tile's first element there. Otherwise returns `param` and 0.
   std::pair<std::string, int64_t> whole_of(int unit, const std::string& param) const;
 
   // Frees the user's parameters. Reading such a parameter afterwards throws an error that explains
@@ -75,21 +75,22 @@ class TiledWeights {
   void let_wholes_go();
   // Copies requires_grad of the user's parameters to their tiles.
   void follow_freezing();
-  // Copies the weights of these units from their tiles, which must have values, into `memory`. The
-  // weights stay whole until release(), which copies them back to the tiles if `write` is true.
+  // Copies each weight that has a tile in these units from its tiles, which must have values, into
+  // `memory`. These weights stay whole until release(), which copies them back to the tiles if
+  // `write` is true.
   void gather(const std::vector<int>& units, mem::Arena& memory);
   void release(const std::vector<int>& units, bool write);
 
-  // Adds to `tensors` a tensor without values for each weight. For each unit, returns the rows of
-  // these tensors that the unit's tile fills.
+  // Adds to `tensors` an uninitialized tensor for each weight. Returns, for the unit of each tile,
+  // the rows of these tensors that the tile must fill.
   std::map<int, at::Tensor> whole_values(
       bool only_trainable, const at::TensorOptions& options,
       std::vector<std::pair<std::string, at::Tensor>>* tensors) const;
   // Replaces each tiled weight in `by_name` with its tiles. Throws ConfigError for a wrong shape.
   void split_rows(std::map<std::string, at::Tensor>& by_name) const;
 
-  // Ends all use: operators throw afterwards. Then call return_rows() for every tile, which gives
-  // the storages of the user's parameters their own memory again.
+  // Ends all use: operators throw afterwards. Then call return_rows() for the unit of every tile:
+  // it gives the storages of the user's parameters their own memory again.
   void close();
   void return_rows(int unit);
 

@@ -3,9 +3,10 @@
 // with peers, disk reads and writes, and waits.
 //
 // [Note: Recorder] A row is one thread that works in order (the model's thread, each lane). The
-// recorder always keeps the last events, so that an error can show what led to it. record() keeps
-// all events of the requested steps. Sums include events that were overwritten. An event costs an
-// uncontended lock and a shared text. If the recorder is off, an event costs one branch.
+// recorder always keeps the most recent events, so that an error can show what led to it. record()
+// keeps all events of the requested steps. Sums include events that were overwritten. An event
+// costs an uncontended lock and a reference to a shared text. If the recorder is off, it costs one
+// branch.
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -98,9 +99,9 @@ class Recorder {
   std::vector<Event> end_record();
   // Returns the last events, oldest first.
   std::vector<Event> last() const;
-  // Frees the memory reserved for future events; such events may then take memory again.
+  // Frees the memory reserved for future events. Later events may then allocate memory again.
   void fit();
-  int64_t dropped() const;  // events that record() did not keep because of kMostRecorded
+  int64_t dropped() const;  // events beyond kMostRecorded, which record() did not keep
 
   About about;
 

@@ -85,7 +85,7 @@ def test_a_forward_on_another_stream(strategy, device_pools):
     """A unit's memory would be freed in the order of the stream of initialize()."""
     for kind, text in device_pools(2).run(on_another_stream, strategy):
         if strategy == "zero3":
-            assert kind == "RuntimeFault" and "Make that stream current" in text
+            assert kind == "RuntimeFault" and "Make one stream current" in text
         else:
             assert (kind, text) == (None, ""), text
 

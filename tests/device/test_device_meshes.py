@@ -191,7 +191,7 @@ def other_batches(axis):
 
 
 @pytest.mark.parametrize(
-    ("axis", "text"), [("tensor", "given different inputs"), ("pipeline", "a different batch")]
+    ("axis", "text"), [("tensor", "given different inputs"), ("pipeline", "different batches")]
 )
 def test_other_batches_are_noticed(axis, text, device_pools):
     assert any(text in said for said in device_pools(2).run(other_batches, axis))

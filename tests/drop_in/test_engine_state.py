@@ -94,7 +94,7 @@ NO_OPTIMIZER = [
     (
         "Rprop",
         {"lr": 0.1, "decay": 1},
-        '"optimizer.params.decay" is no option of torch.optim.Rprop',
+        '"optimizer.params.decay" is not an option of torch.optim.Rprop',
     ),
     ("Adagrad", {"decay": 1}, 'unknown key "optimizer.params.decay"'),
 ]
@@ -159,7 +159,7 @@ def test_the_state_can_be_read_and_an_edit_is_an_error(stage, precision, drop_in
         assert told["has"] == [True, False, 4, True] and told["outer"], told
         assert (told["read"], told["then"]) == ("", "") and told["shaped"] == (stage == 0), told
         assert "the optimizer's state" in told["set"], told
-        assert 'an edit of "exp_avg" in one has no effect: use' in told["edited"], told
+        assert 'the edit of "exp_avg" has no effect: use' in told["edited"], told
     sizes = [told["all"][0] for told in found]
     assert sizes == [40, 40] if stage == 0 else sum(sizes) == 40
 

@@ -36,9 +36,9 @@ SNIPPETS = {
     "from deepspeed.moe.sharded_moe import MOELayer as x; type('Y', (x, torch.nn.Module), {})()": (
         "ConfigError", "deepspeed.moe.sharded_moe.MOELayer is not supported"),
     "from deepspeed.moe.sharded_moe import MOELayer as x; x.forward = print": (
-        "ConfigError", "the assignment of deepspeed.moe.sharded_moe.MOELayer.forward"),
+        "ConfigError", "an assignment to deepspeed.moe.sharded_moe.MOELayer.forward"),
     "from deepspeed.moe.sharded_moe import MOELayer as x; x.forward": (
-        "AttributeError", "deepspeed.moe.sharded_moe.MOELayer.forward: not supported"),
+        "AttributeError", "deepspeed.moe.sharded_moe.MOELayer.forward is not supported"),
     "from deepspeed.moe.sharded_moe import MOELayer as x; x is deepspeed.moe.sharded_moe.MOELayer":
         True,
     # other objects

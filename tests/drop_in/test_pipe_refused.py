@@ -79,7 +79,7 @@ CALLS = {
     "backward": "only train_batch()",
     "step": "only train_batch()",
     "accumulation": "has fixed the value at 4",
-    "no iterator": "need an iterator, iter(loader)",
+    "no iterator": "need an iterator: pass iter(loader)",
     "a loader": "the data iterator is a list",
     "a batch": "allowed: a tuple (inputs, labels)",
     "inputs": "inputs are a dict",
@@ -167,7 +167,7 @@ def made(name: str) -> None:
 
 
 MADE = {
-    "no stages": "give num_stages or topology",
+    "no stages": "neither num_stages nor topology is given",
     "three stages": "a divisor of the number of ranks, 2",
     "few layers": "2 stages and 1 layers with parameters",
     "method": 'partition_method is "profile"',
@@ -185,7 +185,7 @@ MADE = {
     "some layers": "checkpointable_layers is a str",
     "interval": "activation_checkpoint_interval is -1",
     "later": "call set_checkpoint_interval() before initialize()",
-    "mpu": "has its own, model.mpu()",
+    "mpu": "has its own mpu (model.mpu())",
     "tensor": 'the axis "model" of its topology',
     "key": '"pipeline.stage" is not a key',
     "no section": '"pipeline" is 3; allowed: a section',

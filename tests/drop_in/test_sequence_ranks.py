@@ -343,8 +343,8 @@ SAYS = {
     "three": "a divisor of the number of data ranks, 2",
     "two": "has 2",
     "mesh": "(data ranks, sequence ranks)",
-    "both": "keep one",
-    "group": "no get_sequence_parallel_group()",
+    "both": "pass only one of them",
+    "group": "lacks the method get_sequence_parallel_group()",
     "tensor": "divisor of the number of data ranks, 1",
     "pipeline": "not supported with a PipelineModule",
     "loader": "data_sampler",
@@ -354,10 +354,10 @@ SAYS = {
     "heads": "sequence_parallel_size is 2",
     "length": "seq_length is needed",
     "positions": "no position_ids",
-    "even": "5 tokens do not divide",
+    "even": "5 tokens, which do not divide",
     "shape": '"weight" is [1, 3]',
     "few": "1 key and value heads on 2 ranks",
-    "odd": "a multiple of these",
+    "odd": "a multiple of the number of key and value heads",
 }
 
 

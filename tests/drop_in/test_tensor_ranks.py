@@ -278,22 +278,22 @@ REFUSED = {
         _specs({"patterns": ["qkv"], "shape": [3, -1], "gather_output": True}),
         "without a shape",
     ),
-    "sum": ("net", _specs({"patterns": ["qkv"], "grad_allreduce": True}), "stays whole"),
+    "sum": ("net", _specs({"patterns": ["qkv"], "grad_allreduce": True}), "(a whole weight)"),
     "embedding": ("net", _specs({"patterns": ["tokens"]}), "is an Embedding"),
     "strict": ("net", _specs(SPECS[0], strict_mode=True), 'no spec for "qkv"'),
     "parts": ("gpt2", _specs({"patterns": [r".*c_attn"]}), 'needs "column:3"'),
     "none": ("net", {}, "parallel.rules"),
-    "nothing": ("llama", _specs({"patterns": ["q_proj"]}), "names no layer"),
+    "nothing": ("llama", _specs({"patterns": ["q_proj"]}), "matches no layer"),
     "size": ("net", {"tp": {"tp_size": 4}}, "1, or autotp_size"),
 }
 
 
 MPU = {  # sizes of an mpu, and what is said of them
-    "model": "no get_model_parallel_group()",
-    "tensor_model": "no get_model_parallel_group()",
+    "model": "lacks the method get_model_parallel_group()",
+    "tensor_model": "lacks the method get_model_parallel_group()",
     "pipe": "PipelineModule",
     "pipeline_model": "PipelineModule",
-    "sequence": "no get_sequence_parallel_group()",
+    "sequence": "lacks the method get_sequence_parallel_group()",
 }
 
 

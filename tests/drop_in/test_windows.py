@@ -37,7 +37,7 @@ def test_unmanaged_windows_end_at_step(stage, found):
     assert not any(one for window in ours["boundaries"] for one in window)
     assert "each step() then ends a window" in ours["said"]["boundary"]
     assert "each step() then ends a window" in ours["said"]["coalesce"]
-    refused = "overlap_comm only with ZeRO stage 2" in ours["said"]["overlap"]
+    refused = "overlap_comm is supported only with ZeRO stage 2" in ours["said"]["overlap"]
     assert refused if stage < 2 else ours["said"]["overlap"] == ""
 
 

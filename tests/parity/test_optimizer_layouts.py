@@ -108,7 +108,7 @@ NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
         {"mesh": {"pipeline": 2}, "batch": {"accumulate": 2}},
         '"mesh.pipeline" is 2: an optimizer of your own',
     ),
-    "disk": ({"offload": {"optimizer": "disk"}}, 'set it to "host"'),
+    "disk": ({"offload": {"optimizer": "disk"}}, 'Set offload.optimizer to "host"'),
 }
 
 

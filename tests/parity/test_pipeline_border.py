@@ -125,7 +125,7 @@ def other_data(how: str) -> str:
 
 def test_other_data_on_a_stage_is_an_error(pools):
     said = pools(2).run(other_data, "other")
-    assert any("stage 1 was given a different batch from stage 0" in one for one in said), said
+    assert any("stage 1 and stage 0 were given different batches" in one for one in said), said
 
 
 def test_loaders_that_shuffle_stay_in_step(pools):

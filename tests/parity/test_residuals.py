@@ -495,7 +495,7 @@ def with_residual(rest: str, strategy: str = "zero2", **more: Any) -> dict[str, 
 REFUSED = {
     "layout": (with_residual("SS@device:fp32"), 'it can only be "PP@device:fp32"'),
     "disk": (with_residual("PP@disk:fp32"), "the tier can be device or host"),
-    "fp16": (with_residual("PP@device:fp16"), "train in bf16 or fp32"),
+    "fp16": (with_residual("PP@device:fp16"), "Train in bf16 or fp32"),
     "ddp": (with_residual("PP@device:fp32", "ddp"), "rounded twice on their way"),
     "plain": (
         with_residual("PP@device:fp32", table={"wire": {}}),
@@ -503,7 +503,7 @@ REFUSED = {
     ),
     "trains": (
         with_residual("PP@device:fp32", precision="fp16"),
-        "have a loss scale, which a residual",
+        "have a loss scale, but a residual",
     ),
 }
 

@@ -425,7 +425,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tiling": {"max_bytes": 1024}}, "is not supported with tensor ranks yet"),
     ({"parallel": {"rules": {"tokens": "vocab"}}}, 'module "head" also uses'),
     ({"parallel": {"rules": {"*.qkv": "column:7"}}}, "which cannot be divided into 7 equal parts"),
-    ({"parallel": {"rules": {"*.nothing": "row"}}}, "no module or parameter has such a name"),
+    ({"parallel": {"rules": {"*.nothing": "row"}}}, "no module or parameter matches this pattern"),
     ({"parallel": {"rules": {"*.heads": "divide:3"}}}, "is not divisible by the 3"),
     ({"parallel": {"rules": {"*.head": "divide"}}}, "no module has an attribute of that name"),
     ({"parallel": {}}, "Layers that can be cut: tokens, places, blocks.0.attention.query"),

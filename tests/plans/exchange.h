@@ -24,8 +24,9 @@ class Exchange {
   // waits, and a receive takes the message that it names.
   enum class Transport { kRendezvous, kBuffered };
 
-  // `world`: number of ranks, each of which calls ended() at its end. If every rank that has not
-  // ended waits, all ranks end at once with an error. 0: such deadlocks are not detected.
+  // `world`: number of ranks. Each of them must call ended() when it is done. If every rank that is
+  // not done waits, the ranks are deadlocked, and all of them end at once with an error. 0:
+  // deadlocks are not detected.
   explicit Exchange(std::chrono::milliseconds timeout, int world = 0,
                     Transport transport = Transport::kBuffered)
       : timeout_(timeout), world_(world), transport_(transport) {}

@@ -57,12 +57,13 @@ inline std::vector<TableCase> table_cases() {
     }
   for (const char* name : {"zero2", "zero3", "hpz", "mics"})
     cases.push_back({.strategy = name, .optim_tier = Tier::kDisk, .grad_tier = Tier::kDisk});
-  // Parameters stay whole until the backward. (One micro-batch: a backward that is not the last
-  // returns to `hold`, and the forward after it, which starts from `rest`, would gather again.)
+  // Parameters stay whole until the backward. There is only one micro-batch: after a backward that
+  // is not the last, parameters return to `hold`, but the next forward starts from `rest` and would
+  // gather them again.
   cases.push_back({.strategy = "zero3",
                    .cells = {{Role::kParam, Phase::kHold, "RR@device:bf16"}},
                    .most_micro = 1});
-  // Gradients add up in shards on the device and are updated on the host.
+  // Gradients add up in shards on the device, and the update runs on the host.
   cases.push_back({.strategy = "zero2",
                    .optim_tier = Tier::kHost,
                    .cells = {{Role::kGrad, Phase::kHold, "SS@device:fp32"},

@@ -197,7 +197,7 @@ def test_meshes_for_that_machine(capsys, tmp_path):
 @pytest.mark.parametrize(
     "text, said",
     [
-        (None, "cannot be read: No such file or directory; `penstock bench` makes one"),
+        (None, "cannot be read: No such file or directory; `penstock bench` writes such a file"),
         ("flops: 1", "is not JSON; "),
         ("[1]", "is not a JSON object"),
         ('{"flop": 1}', 'unknown "flop"; allowed: flops, local, node, device_host, '),

@@ -282,7 +282,7 @@ def registered_elsewhere(folder):
 
     engine = tiny()
     engine.register_for_checkpointing(Counter())
-    with pytest.raises(penstock.ConfigError, match="a state of its own on each of 2 ranks"):
+    with pytest.raises(penstock.ConfigError, match="different states on the 2 ranks that saved it"):
         engine.load(folder)
     engine.close()
 

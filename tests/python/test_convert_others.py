@@ -331,7 +331,7 @@ def test_ours_into_ours_is_refused(ours, tmp_path, capsys):
     assert main(["convert", str(tmp_path / "none"), str(tmp_path)]) == 2
     (tmp_path / "empty").mkdir()
     assert main(["convert", str(tmp_path / "empty"), str(tmp_path)]) == 2
-    assert "not a known checkpoint" in capsys.readouterr().err
+    assert "not a checkpoint of a known format" in capsys.readouterr().err
 
 
 # ---- files that would run code

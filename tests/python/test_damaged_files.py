@@ -90,8 +90,8 @@ class Run:
             assert f'{self.newest}" is skipped' in said
             assert str(self.path(name)) in said
         elif state == 1:  # without a manifest it is no checkpoint, but `latest` names it
-            unused = f'instead of the one in "{self.root / "latest"}": it names'
-            assert f'{unused} "step-2"' in said or str(self.path(name)) in said
+            unused = f'"{self.root / "latest"}" is not usable, so the newest checkpoint is used: '
+            assert f'{unused}it names "step-2"' in said or str(self.path(name)) in said
 
 
 @pytest.fixture(scope="module")

@@ -306,7 +306,7 @@ def lose_a_peer(folder):
 def test_a_lost_peer_leaves_a_report_of_the_plans_last_lines(pools, tmp_path):
     text = pools(2).run(lose_a_peer, str(tmp_path))[0]
     pattern = (
-        r"; the plan's last lines on rank 0: (`.*`); the report is (\S+); the last steps are in"
+        r"; the plan's last lines on rank 0: (`.*`); the report is in (\S+); the last steps are in"
     )
     found = re.search(pattern + r" (\S+)$", text)
     assert found and found[1].count("`") == 10, text

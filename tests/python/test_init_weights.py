@@ -177,7 +177,7 @@ def trimmed(folder):
         model = built(folder, strict=False)
     texts = [str(one.message) for one in told if "[front::init]" in str(one.message)]
     assert len(texts) == (dist.get_rank() == 0)
-    assert all('initialisation: "up.bias"' in one and '"other"' in one for one in texts), texts
+    assert all('initial values: "up.bias"' in one and '"other"' in one for one in texts), texts
     same(state_of(model), {**values, "up.bias": expected})
 
 
@@ -464,7 +464,7 @@ REFUSED = {
     files_on_one_rank: ("", "does not exist"),
     nested: ("ConfigError", "is inside another one with weights"),
     two_models: ("ConfigError", "a Net and a Linear was built|a Linear and a Net was built"),
-    no_model: ("ConfigError", "no model was built inside"),
+    no_model: ("ConfigError", "but no model was built inside it"),
     own_loading: ("ConfigError", "Renames changes how its state_dict is loaded"),
     meta_without_values: ("ConfigError", 'missing in the files: "up.weight".*meta device has no'),
     meta_buffer: ("ConfigError", 'buffer "scratch" is on the meta device and has no values'),

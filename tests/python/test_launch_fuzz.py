@@ -30,11 +30,11 @@ ERRORS = (
     r"\[launch::hostfile\] .*hosts:\d+: .*; (allowed are .*|name each host once, .*)",
     r"\[launch::hostfile\] .*hosts has no host; allowed are .*",
     r"\[launch::hostfile\] .*hosts:\d+: .* is not a host name; allowed are .*",
-    r"\[launch::select\] --(in|ex)clude .*: no host .*; allowed are .*",
+    r"\[launch::select\] --(in|ex)clude .*: there is no host .*; allowed are .*",
     r"\[launch::select\] --(in|ex)clude .*: no slot .*; allowed are 0 to \d+ \(.*hosts:\d+\)",
     r"\[launch::select\] --(in|ex)clude .*: .* is empty; allowed are .* \(.*hosts:\d+\), or .*",
     r"\[launch::select\] --(in|ex)clude .*: .* both with and without slots; give the host .*",
-    r"\[launch::select\] --exclude .* leaves no slot of any host; give fewer slots",
+    r"\[launch::select\] --exclude .* leaves no slot of any host; exclude fewer slots",
 )
 
 

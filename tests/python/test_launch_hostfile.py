@@ -104,14 +104,14 @@ def test_filters(include, exclude, expected):
     ("include", "exclude", "message"),
     [
         ("a", "b", "--include and --exclude are both given: give only one"),
-        ("d", "", "--include d: no host 'd'; allowed are a, b, me@c"),
-        ("d:0", "", "--include d:0: no host 'd'; allowed are a, b, me@c"),
-        ("", "a@d", "--exclude a@d: no host 'd'; allowed are a, b, me@c"),
+        ("d", "", "--include d: there is no host 'd'; allowed are a, b, me@c"),
+        ("d:0", "", "--include d:0: there is no host 'd'; allowed are a, b, me@c"),
+        ("", "a@d", "--exclude a@d: there is no host 'd'; allowed are a, b, me@c"),
         ("b:2", "", "--include b:2: no slot '2' on b; allowed are 0 to 1 (hosts:2)"),
         ("b:x", "", "--include b:x: no slot 'x' on b; allowed are 0 to 1 (hosts:2)"),
         ("b:0,", "", "--include b:0,: no slot '' on b; allowed are 0 to 1 (hosts:2)"),
         ("", "a:4", "--exclude a:4: no slot '4' on a; allowed are 0 to 3 (hosts:1)"),
-        ("", "a@b@me@c", "--exclude a@b@me@c leaves no slot of any host; give fewer slots"),
+        ("", "a@b@me@c", "--exclude a@b@me@c leaves no slot of any host; exclude fewer slots"),
         ("b:", "", "--include b:: " + EMPTY),
         ("a:1@b:", "", "--include a:1@b:: " + EMPTY),
         ("", "b:", "--exclude b:: " + EMPTY),
@@ -135,9 +135,9 @@ def test_filters(include, exclude, expected):
             "--exclude b:1@b: b is given both with and without slots; give the host "
             "alone for all its slots, or only the slots",
         ),
-        ("a@", "", "--include a@: no host ''; allowed are a, b, me@c"),
-        (":0", "", "--include :0: no host ''; allowed are a, b, me@c"),
-        (" ", "", "--include  : no host ' '; allowed are a, b, me@c"),
+        ("a@", "", "--include a@: there is no host ''; allowed are a, b, me@c"),
+        (":0", "", "--include :0: there is no host ''; allowed are a, b, me@c"),
+        (" ", "", "--include  : there is no host ' '; allowed are a, b, me@c"),
     ],
 )
 def test_a_wrong_filter_is_refused(include, exclude, message):

@@ -306,7 +306,10 @@ MULTI = "-H hosts train.py"
     ("words", "message"),
     [
         ("--hostfile none train.py", "[launch::hostfile] cannot read the hostfile none: "),
-        (f"-i d {MULTI}", "[launch::select] --include d: no host 'd'; allowed are b, a, me@c"),
+        (
+            f"-i d {MULTI}",
+            "[launch::select] --include d: there is no host 'd'; allowed are b, a, me@c",
+        ),
         (f"-i b -e a {MULTI}", "[launch::select] --include and --exclude are both given"),
         (
             f"-i b --num_gpus 1 --num_nodes 2 {MULTI}",
@@ -319,7 +322,10 @@ MULTI = "-H hosts train.py"
         (f"--num_nodes 0 {MULTI}", "[launch::command] --num-nodes must be at least 1"),
         (f"--num_gpus 3 {MULTI}", "[launch::first] --num-gpus 3: b has only slots=2 (hosts:1)"),
         ("--num_nodes 2 train.py", "[launch::command] --num-nodes 2 needs a --hostfile"),
-        ("-i a train.py", "[launch::select] --include a: no host 'a'; allowed are localhost"),
+        (
+            "-i a train.py",
+            "[launch::select] --include a: there is no host 'a'; allowed are localhost",
+        ),
         (
             f"--launcher lsf {MULTI}",
             "[launch::backends] --launcher lsf: allowed are pdsh, ssh, openmpi, mpich, impi, "
@@ -327,8 +333,8 @@ MULTI = "-H hosts train.py"
         ),
         (
             f"--launcher mpich {MULTI}",
-            "[launch::backends] --launcher mpich needs equal numbers of ranks on the nodes, not b: "
-            "2, a: 4, me@c: 2: use pdsh, ssh or openmpi, or --num-gpus",
+            "[launch::backends] --launcher mpich needs the same number of ranks on each node, but "
+            "the numbers are b: 2, a: 4, me@c: 2. Use pdsh, ssh or openmpi, or --num-gpus",
         ),
         (
             f"--launcher slurm -i a:1 --force_multi {MULTI}",

@@ -57,7 +57,7 @@ def test_processes_train_as_threads_do(ranks):
 def test_a_place_that_cannot_be_is_an_error():
     run = said([TRAINER, *TINY], RANK="2", WORLD_SIZE="2")
     assert run.returncode == 2
-    assert "RANK is 2 and WORLD_SIZE is 2: ranks are 0 to 1" in run.stderr
+    assert "RANK is 2 and WORLD_SIZE is 2. Ranks must be 0 to 1" in run.stderr
     run = said([TRAINER, *TINY], RANK="x", WORLD_SIZE="2")
     assert 'RANK is "x"' in run.stderr
 

@@ -364,7 +364,7 @@ def test_nothing_fits_says_the_nearest(capsys):
 
 
 WRONG_MESHES = {
-    "nodes": (["--gpus", "4"], "meshes need both --nodes and --gpus"),
+    "nodes": (["--gpus", "4"], "pass both --nodes and --gpus"),
     "world": (["--nodes", "2", "--gpus", "4", "--world", "4"], "Leave --world out"),
     "tokens": ([*CLUSTER, "--tokens", "7"], "--tokens is for one mesh"),
     "batch": (["--nodes", "2", "--gpus", "4", "--batch", "0"], '--batch is "0"'),

@@ -47,8 +47,8 @@ struct NetImpl : torch::nn::Module {
 // time may call it.
 std::shared_ptr<NetImpl> build(c10::Device where = c10::Device(c10::DeviceType::CPU));
 
-// Selects rows of a window's data: those of `count` ranks, beginning with rank `first`, of `world`
-// ranks.
+// Selects rows from the data of one micro-batch for `world` ranks: the rows of `count` ranks,
+// beginning with rank `first`.
 struct Rows {
   int step = 0, micro = 0;
   int first = 0, count = 1, world = 1;

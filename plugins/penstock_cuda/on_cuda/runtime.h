@@ -26,7 +26,7 @@ int launch(const Args& args, int num_blocks, void* stream) {
   return static_cast<int>(code);
 }
 
-// Returns 0 if the plugin has code for the current device that its driver can load.
+// Returns 0 if the driver can load the plugin's code for the current device, else an error code.
 template <class Kernel, class Args>
 int check() {
   cudaFuncAttributes attributes;

@@ -79,7 +79,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         "--rules",
         default="",
         metavar="FILE",
-        help="how tensor ranks of DeepSpeed cut the weights, if the checkpoint does not record it: "
-        'JSON, {"*.qkv": "column:3", "*.proj": "row"}',
+        help="JSON file that says how tensor ranks of DeepSpeed cut the weights, if the checkpoint "
+        'does not record it: {"*.qkv": "column:3", "*.proj": "row"}',
     )
     convert.set_defaults(command=_convert)

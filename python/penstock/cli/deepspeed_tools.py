@@ -46,7 +46,7 @@ def nvme_tune(argv: Sequence[str] | None = None) -> int:
     """ds_nvme_tune: there is nothing to tune, so it measures --nvme_dir with `penstock bench`."""
     parser = argparse.ArgumentParser(prog="ds_nvme_tune", description=nvme_tune.__doc__)
     parser.add_argument("--nvme_dir", required=True, metavar="DIR")
-    print("the disk tier chooses sizes and depths of its requests itself", file=sys.stderr)
+    print("the disk tier itself chooses the sizes and depths of its requests", file=sys.stderr)
     return penstock(["bench", "--disk", parser.parse_args(argv).nvme_dir])
 
 

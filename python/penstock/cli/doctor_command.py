@@ -21,7 +21,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         "--deepspeed",
         metavar="FOLDER",
         help="instead, read the Python files of FOLDER and print the deepspeed names in them that "
-        "Penstock lacks, or that raise an error when they are used; the exit code is 1 if some "
-        "are missing",
+        "Penstock lacks, or that raise an error when they are used; the exit code is 1 if Penstock "
+        "lacks any",
     )
     doctor.set_defaults(command=_doctor)

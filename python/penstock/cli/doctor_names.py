@@ -1,5 +1,5 @@
-"""penstock doctor --deepspeed: finds names of DeepSpeed that Python files use and Penstock's
-package does not have. It imports nothing."""
+"""penstock doctor --deepspeed: finds names of DeepSpeed that Python files use but Penstock's
+package lacks. It imports nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _File:
 
     bound: dict[str, Verdict | tuple[str, str]]  # a tuple: module and name of the source
     stars: list[str]  # modules of which all names are imported
-    open_ended: bool  # whether names of torch.distributed are names of this module
+    open_ended: bool  # whether this module also has the names of torch.distributed
     texts: dict[str, str]  # name of a constant -> its text
 
 
@@ -89,7 +89,7 @@ def _assigned(value: ast.expr | None, path: str, texts: dict[str, str]) -> Verdi
 
 
 def _judged(node: ast.FunctionDef | ast.ClassDef, path: str) -> Verdict:
-    """A function whose only statement is `raise` does not work."""
+    """Returns the verdict on a definition. A function that only raises does not work."""
     said = ast.get_docstring(node)
     body = node.body[1:] if said else node.body
     if isinstance(node, ast.FunctionDef) and body and isinstance(body[0], ast.Raise):
@@ -166,7 +166,7 @@ class Use:
 
 def uses(path: pathlib.Path, text: str) -> Iterator[tuple[Use, Verdict]]:
     """Yields the names of DeepSpeed that a file imports, and chains of attributes that begin with
-    such a name. Raises SyntaxError."""
+    such a name. Raises SyntaxError if the file is not Python."""
     tree = ast.parse(text, str(path))
     known: dict[str, str] = {}  # name in the file -> full name
     for node in ast.walk(tree):
@@ -206,7 +206,7 @@ def _chains(tree: ast.AST) -> Iterator[tuple[ast.Attribute, list[str]]]:
 
 
 def _end(parts: list[str]) -> int:
-    """Returns how many parts name modules, plus one if a name in the last module follows."""
+    """Returns how many parts name modules, plus one if the next part is a name in a module."""
     ends = range(1, len(parts))
     return next((end + 1 for end in ends if not is_module(".".join(parts[: end + 1]))), len(parts))
 

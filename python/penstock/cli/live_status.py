@@ -166,8 +166,8 @@ def late(boards: Mapping[int, Any]) -> list[int]:
 
 
 def _all_wait(boards: Iterable[Any]) -> str:
-    """Describes a run in which all ranks wait. In a healthy run, this may happen in an exchange for
-    a moment. Only a long wait shows that the ranks block each other."""
+    """Describes a run in which all ranks wait. In a healthy run, this may happen for a moment, in
+    an exchange. Only a long wait shows that the ranks block each other."""
     seconds = min(max(float(lane.line.age_s) for lane in _waits(board)) for board in boards)
     if seconds < _LONG_S:
         return "every rank waits for another at this moment"

@@ -12,7 +12,7 @@ from penstock.cli import model_spec
 from penstock.cli.model_spec import PlannedModel
 
 _MICRO = "1,2,4,8"
-# Keys of "parallel" that are errors if an axis is 1, as it is in some proposed meshes.
+# Keys of "parallel" that raise an error if an axis has size 1, as in some proposed meshes.
 _OF_AN_AXIS = ("cut_logits", "norms", "sequence")
 
 
@@ -36,7 +36,7 @@ def rate(text: str) -> float:
 
 def _check(args: argparse.Namespace) -> None:
     if args.node is None or args.gpus is None:
-        raise ValueError("[plan] meshes need both --nodes and --gpus")
+        raise ValueError("[plan] to compare meshes, pass both --nodes and --gpus")
     if args.node < 1 or args.gpus < 1:
         raise ValueError("[plan] --nodes and --gpus must be whole numbers >= 1")
     if args.tokens is not None:

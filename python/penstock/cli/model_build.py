@@ -49,8 +49,8 @@ class Built:
         if config is not None:
             return _shape_in(config.get_text_config())
         raise ValueError(
-            "[plan] the width and heads of this model are unknown. For meshes use gpt:..., a "
-            "Hugging Face config, parameters per block or --params"
+            "[plan] the width and heads of this model are unknown. To compare meshes, use gpt:..., "
+            "a Hugging Face config, parameters per block or --params"
         )
 
 
@@ -61,7 +61,8 @@ def _shape_in(config: Any) -> tuple[dict[str, int], str]:
         found = [value for value in values if isinstance(value, int)]
         if not found:
             raise ValueError(
-                f"[plan] the model's config has none of {', '.join(names)}. Meshes need one of them"
+                f"[plan] the model's config has none of the keys {', '.join(names)}. To compare "
+                f"meshes, it must have one of them"
             )
         shape[key] = found[0]
     keys = getattr(config, "num_key_value_heads", None)

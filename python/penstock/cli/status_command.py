@@ -30,7 +30,7 @@ def _table(found: Found) -> str:
         lines.append(live_status.verdict(found))
     if any_board.size > 1 and not any_board.run:
         lines.append(
-            f"these ranks of {any_board.size} are not connected yet; pass the launcher's pid to "
+            f"these ranks (of {any_board.size}) are not connected yet; pass the launcher's pid to "
             f"see all ranks of this machine"
         )
     return "\n".join(lines)

@@ -37,7 +37,7 @@ class _Pace:
 
 
 class Watch:
-    """Reads the ranks of RUN anew at every look.
+    """Reads the ranks of a run again at every look.
 
     Attributes:
         last_step, last_loss: the values of the last look that found an engine.
@@ -86,7 +86,8 @@ class Watch:
         return views
 
     def ended(self) -> bool:
-        """Whether a run that has no open engine now cannot open a new one."""
+        """Whether the run has ended. Call it only if the run has no open engine: a launcher that is
+        alive may still start an engine."""
         state = proc.field(self._pid, "State")[:1] if self._pid is not None else []
         return not self._is_launcher or state in ([], ["Z"])
 

@@ -131,7 +131,8 @@ def _refuse_without_effect(wanted: Options, kind: str, takes: set[str]) -> None:
     for name in ("tag", "key", "inert", "dtype", "rules"):
         if getattr(wanted, name) and name not in takes:
             raise ConfigError(
-                f"[convert] {name} has no effect on a conversion from {kind} to {wanted.to}"
+                f"[convert] {name} has no effect on a conversion from {kind} to {wanted.to}: leave "
+                f"it out"
             )
 
 
@@ -153,9 +154,9 @@ def _read(path: pathlib.Path, wanted: Options) -> Foreign:
         _refuse_without_effect(wanted, "Hugging Face", {"tag", "inert"})
         return state_dicts.read_hf(inner, wanted.inert)
     raise ConfigError(
-        f'[convert] "{inner}" is not a known checkpoint: allowed are Penstock, DeepSpeed (latest, '
-        f"*_model_states.pt, zero/), torch.distributed.checkpoint (.metadata) and Hugging Face "
-        f"(model.safetensors, pytorch_model.bin, or an index of them)"
+        f'[convert] "{inner}" is not a checkpoint of a known format; allowed: Penstock, DeepSpeed '
+        f"(latest, *_model_states.pt, zero/), torch.distributed.checkpoint (.metadata) and Hugging "
+        f"Face (model.safetensors, pytorch_model.bin, or an index of them)"
     )
 
 

@@ -30,8 +30,8 @@ class Cut:
     separately."""
 
     dim: int  # -1: not cut, each rank has the whole tensor
-    count: int = 1  # number of fused blocks of equal size, or
-    sizes: tuple[int, ...] = ()  # their uncut sizes along `dim`
+    count: int = 1  # number of fused blocks, if they have the same size
+    sizes: tuple[int, ...] = ()  # of other blocks: their uncut sizes along `dim`; (): use `count`
     rows: int = -1  # rows without padding; -1: not padded
     average: bool = False  # the whole is the mean over ranks
 
@@ -200,8 +200,8 @@ def equal(parts: list[torch.Tensor]) -> bool:
 
 
 def telling(value: torch.Tensor) -> bool:
-    """Whether parts of this value would differ. If all elements are zero, or all are one, they
-    would not."""
+    """Whether the parts of a cut tensor with this value would differ. If all elements are zero, or
+    all are one, they would be equal."""
     if math.prod(value.shape) <= 1:
         return value.dim() == 0  # a scalar cannot be cut
     return bool((value != value.flatten()[0]).any())

@@ -65,7 +65,7 @@ class _Reader(FileSystemReader):
 
 def _sizes(given: Any) -> torch.Size:
     if not all(type(size) is int and size >= 0 for size in given):
-        raise ValueError(f"sizes {given}")
+        raise ValueError(f"the sizes {given} are not all whole numbers >= 0")
     return torch.Size(given)
 
 
@@ -201,7 +201,7 @@ def write(
         RuntimeFault: the folder cannot be written.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f'[convert::dcp] "{folder}" is not empty')
+        raise ConfigError(f'[convert::dcp] "{folder}" is not empty: pass a new or an empty folder')
     optim = {"state": state, "param_groups": groups}
     tree = {"model": weights, **({"optim": optim} if state or groups else {})}
     values: dict[str, Callable[[], torch.Tensor]] = {}

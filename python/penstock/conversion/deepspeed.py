@@ -78,7 +78,9 @@ def read(folder: pathlib.Path, inert: Sequence[str], rules: Rules | None = None)
     files = _Files.of(folder, inert)
     tensor = len(files.layers) or len(files.models)
     if tensor == 1 and rules:
-        raise ConfigError("[convert] rules have no effect: the weights are not cut; drop the rules")
+        raise ConfigError(
+            "[convert] rules have no effect, because the weights are not cut: remove the rules"
+        )
     by_stage = [
         [_read_rank(files, stage * tensor + rank) for stage in range(len(files.models) // tensor)]
         for rank in range(tensor)
@@ -143,7 +145,7 @@ class _Files:
                 raise RuntimeFault(
                     f'[convert::deepspeed] "{self.folder}" has files of {len(self.models)} model '
                     f"rank(s), from mp_rank_00 on, but mp_rank_{rank:02d} records a run with "
-                    f"{ranks}"
+                    f"{ranks} model rank(s)"
                 )
             if (held[0].get("module") is None) != bool(self.layers):
                 raise RuntimeFault(
@@ -165,8 +167,8 @@ class _Files:
         places = {frozenset(held) for held in self.layers.values()}
         if len(places) > 1:
             raise RuntimeFault(
-                f'[convert::deepspeed] "{self.folder}" lacks files of the layers '
-                f"{sorted(frozenset.union(*places) - frozenset.intersection(*places))} of some "
+                f'[convert::deepspeed] "{self.folder}" lacks the files of layers '
+                f"{sorted(frozenset.union(*places) - frozenset.intersection(*places))} for some "
                 f"tensor ranks"
             )
         if tensor and not _shapes(self.models[0][0]):
@@ -182,7 +184,9 @@ def _read_rank(files: _Files, rank: int) -> Foreign:
     if files.layers:
         models = [model | {"module": {}} for model in models]
     elif not isinstance(models[0]["module"], dict):
-        raise ConfigError(f'[convert::deepspeed] "{folder}" has no weights by name')
+        raise ConfigError(
+            f'[convert::deepspeed] "{folder}" has no weights by name: its "module" is not a dict'
+        )
     found = Foreign("DeepSpeed, universal" if _is_universal(folder) else "DeepSpeed")
     found.tied = dict(files.models[0][0].get("shared_params") or {})  # only rank 0 writes them
     _take_model(found, models)
@@ -192,7 +196,9 @@ def _read_rank(files: _Files, rank: int) -> Foreign:
         _take_zero(found, folder, rank, models[0], files.inert)
     missing = _shapes(models[0]).keys() - {one.name for one in found.entries}
     if missing:
-        raise RuntimeFault(f'[convert::deepspeed] "{folder}" has no values of {sorted(missing)}')
+        raise RuntimeFault(
+            f'[convert::deepspeed] "{folder}" has no values for the parameters {sorted(missing)}'
+        )
     return found
 
 
@@ -262,7 +268,7 @@ def _take_module(found: Foreign, model: dict[str, Any]) -> None:
 
 @dataclasses.dataclass
 class _Part:
-    """A rank's elements of a parameter: a range of the concatenation of its buffers."""
+    """A rank's elements of a parameter: a range in the concatenation of the rank's buffers."""
 
     buffers: list[torch.Tensor]
     begin: int
@@ -318,13 +324,13 @@ class _Shard:
         if not isinstance(inner, dict) or "param_groups" not in inner:
             raise ConfigError(
                 '[convert::deepspeed] the checkpoint was written with "elastic_checkpoint", which '
-                "is not supported: load it with DeepSpeed and save it without"
+                "is not supported: load it with DeepSpeed and save it without this key"
             )
         counts = held.get("partition_count", world)
         if any(count != world for count in (counts if isinstance(counts, list) else [counts])):
             raise ConfigError(
-                f"[convert::deepspeed] state is cut into {counts} parts on {world} ranks: MiCS and "
-                f"other partitions within groups of ranks are not supported"
+                f"[convert::deepspeed] state is cut into {counts} parts, but there are {world} "
+                f"ranks: MiCS and other partitions within groups of ranks are not supported"
             )
         return _Shard(
             third=third,
@@ -360,7 +366,7 @@ def _take_zero(
     if any(len(shard.weights) != len(shapes) for shard in shards):
         raise RuntimeFault(
             f"[convert::deepspeed] the files have {len(first.weights)} buffers of weights, but "
-            f"shapes of {len(shapes)}"
+            f"shapes for {len(shapes)} buffers"
         )
     for index in range(len(shapes)):
         _take_buffer(found, shards, index, shapes[index])
@@ -374,7 +380,8 @@ def _take_weights(found: Foreign, folder: pathlib.Path, model: dict[str, Any]) -
         value = model["module"].get(name)
         if value is None or tuple(value.shape) != shape:
             raise RuntimeFault(
-                f'[convert::deepspeed] "{folder}" has no optimizer states, which hold the weights'
+                f'[convert::deepspeed] "{folder}" has no optimizer states: the files that hold the '
+                f"weights are missing"
             )
         found.add("weight", name, value)
     if _shapes(model):

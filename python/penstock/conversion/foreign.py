@@ -55,9 +55,9 @@ class Foreign:
         """Adds the optimizer state `key` of a parameter.
 
         Args:
-            value: a number, a tensor with one element, or a tensor with as many elements as the
-            parameter. shape: the parameter's shape. read: returns the tensor; `value` is then only
-            an example with its dtype.
+            value: a number, a tensor with one element, or one with the parameter's number of them.
+            shape: the parameter's shape.
+            read: returns the tensor; `value` is then only an example with its dtype.
         """
         shape = tuple(shape)
         single = not isinstance(value, torch.Tensor) or value.dim() == 0
@@ -99,7 +99,8 @@ class Foreign:
         for one in uncounted:
             if one.role.removeprefix(OWN) == "exp_avg_sq":
                 raise ConfigError(
-                    f'[convert] "{one.name}" has the moments of Adam, but no step count'
+                    f'[convert] "{one.name}" has the moments of Adam, but no step count, which '
+                    f"their bias correction needs"
                 )
         self.updates |= {one.name: max(1, self.steps) for one in uncounted}
         return None

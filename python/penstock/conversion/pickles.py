@@ -133,7 +133,7 @@ METADATA = ".metadata"  # a folder with it is such a checkpoint
 
 
 class Record:
-    """Replaces an object of the metadata; has its contents by name, or in order in `args`."""
+    """Holds the contents of an object of the metadata: by name, or in order in `args`."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args

@@ -94,7 +94,7 @@ def add_layers(found: Foreign, layers: dict[int, Any], buffers: set[str]) -> Non
     """Adds the buffers and frozen weights in the layer files, and renames tied parameters.
 
     DeepSpeed names tied parameters "tied_modules.KEY.weight". Here, as in PipelineModule, such a
-    parameter has its name in the first layer that has the parameter.
+    parameter is named after the first layer that has it.
 
     Args:
         layers: the layers' state_dict() by layer index.
@@ -288,7 +288,7 @@ def _check(one: _Parts, cut: Cut, who: str, by_user: bool = False) -> None:
     if cut.dim >= 0 and not by_user and one.tell() and one.are_equal():
         raise ConfigError(
             f'[convert::deepspeed] "{one.name}" is cut according to {who}, but all model ranks '
-            f"have the same values: describe it with --rules"
+            f"have the same values: describe its cut with --rules"
         )
 
 

@@ -17,7 +17,7 @@ from penstock.front import shard_index
 Path = tuple[Any, ...]
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "app.model", "weights")
 _SCHEDULERS = ("scheduler", "lr_scheduler", "schedule")
-# In the order in which transformers tries them.
+# The names of weight files, in the order in which transformers tries them.
 _HF = (
     "model.safetensors",
     "model.safetensors.index.json",

@@ -47,14 +47,15 @@ class Batches:
                 element, else their `loss`. In a pipeline only ranks of the last stage call it.
 
         Returns:
-            The mean loss over all parts and data ranks, [] fp32 on the CPU, the same on every rank.
+            The mean loss over all parts and data ranks, as an fp32 scalar on the CPU, the same on
+            every rank.
 
         Raises:
-            StopIteration: if the iterator is exhausted, on every rank.
+            StopIteration: on every rank, if the iterator is exhausted.
             ConfigError: if the number of rows is not a multiple of `batch.accumulate`, or outputs
                 have no loss.
             RuntimeFault: if an iterator ends inside a window, if there were backwards before this
-                call, or for a reason of `step()`.
+                call, or for a reason that `step()` lists.
         """
         if not torch.is_grad_enabled():
             raise ConfigError(
@@ -89,7 +90,8 @@ class Batches:
             parts: the number of parts of `data`; default: `batch.accumulate`.
 
         Returns:
-            The mean loss over all parts and data ranks, [] fp32 on the CPU, the same on every rank.
+            The mean loss over all parts and data ranks, as an fp32 scalar on the CPU, the same on
+            every rank.
 
         Raises:
             ConfigError: if `parts` is less than 1, if the number of rows is not a multiple of it,

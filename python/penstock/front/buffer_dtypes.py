@@ -1,8 +1,8 @@
 """The dtypes of buffers in a model whose parameters have a low precision.
 
-The engine computes with parameters in the dtype of `precision`, and buffers keep their dtype: a
-table of frequencies in bf16 would change the model. torch's own modules below accept no mixture of
-dtypes, so their buffers take the dtype of their parameter, as in `model.bfloat16()`.
+The engine computes with parameters in the dtype of `precision`. Buffers keep their dtype, because,
+for example, a frequency table in bf16 would change the model. torch's own modules below accept no
+mixture of dtypes, so their buffers take the dtype of their parameter, as in `model.bfloat16()`.
 """
 
 import re
@@ -16,7 +16,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-# A class with its own forward may compute in other dtypes, for example in fp32.
+# Only modules with these forwards count. A class with its own forward may compute in other dtypes,
+# for example in fp32.
 _NORMS = {_BatchNorm.forward, _InstanceNorm.forward, SyncBatchNorm.forward}
 
 # What torch's errors about operands of different dtypes have in common.

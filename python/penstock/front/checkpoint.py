@@ -49,7 +49,8 @@ class Checkpointing:
         frozen: bool = True,
         in_window: bool = False,
     ) -> str:
-        """Saves all state that training needs to continue. Call it between step() and a backward.
+        """Saves all state that training needs to continue. Call it between a step() and the next
+        backward.
 
         Each rank writes its own shards, and nothing is gathered. The checkpoint gets its final name
         when it is complete and durable. Then `path/latest` names it.
@@ -113,7 +114,7 @@ class Checkpointing:
         Raises:
             ConfigError: if the model or the optimizer does not match. The error names all missing,
                 extra and different entries, and nothing changes.
-            RuntimeFault: if no checkpoint is undamaged. If values were already replaced, the
+            RuntimeFault: if there is no undamaged checkpoint. If values were already replaced, the
                 engine can only load another checkpoint or close.
         """
         self._say_failure()
@@ -154,9 +155,9 @@ class Checkpointing:
     ) -> None:
         """Writes the weights for `from_pretrained()`. All ranks call it, and rank 0 writes.
 
-        Writes `model.safetensors`, or shards of it and `model.safetensors.index.json`, with tied
-        weights once, and the model's config if it is a transformers model. The call gathers one
-        unit at a time, so rank 0 holds one unit and at most one additional tensor.
+        Writes `model.safetensors`, or shards of it and `model.safetensors.index.json`. Tied weights
+        are written once. A transformers model's config is written, too. The call gathers one unit
+        at a time, so rank 0 holds one unit and at most one additional tensor.
 
         Args:
             path: a folder, which may exist; replaces the files of an earlier export in it.
@@ -192,7 +193,7 @@ class Checkpointing:
         return str(where)
 
     def _say_failure(self) -> None:
-        """Warns of an error of the last save with wait=False."""
+        """Warns if the last save with wait=False failed."""
         failure = self._core.checkpoints.failure() if self._saving else ""
         if failure:
             warnings.warn(f"[front::save] not saved: {failure}", RuntimeWarning, stacklevel=4)
@@ -509,14 +510,15 @@ def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any) -> Any:
     if not states[0] or states[0][0][0] != kind:
         there = states[0][0][0] if states[0] else "missing"
         raise ConfigError(
-            f"[front::load] registered object {index} is {there} in the checkpoint and {kind} here"
+            f"[front::load] registered object {index} is {there} in the checkpoint and {kind} "
+            f"here. Register the same objects in the same order"
         )
     if len(of_ranks) == ranks.world():
         return _checked(one, decode(states[ranks.rank()][0][1]))
     if any(state != states[0] for state in states):
         raise ConfigError(
-            f"[front::load] object {index} ({kind}) has a state of its own on each of "
-            f"{len(of_ranks)} ranks, but there are {ranks.world()} ranks now. Start "
+            f"[front::load] registered object {index} ({kind}) has different states on the "
+            f"{len(of_ranks)} ranks that saved it, but there are {ranks.world()} ranks now. Start "
             f"{len(of_ranks)} ranks, or call load(..., weights_only=True)"
         )
     return _checked(one, decode(states[0][0][1]))
@@ -536,7 +538,7 @@ def _checked(one: Any, state: Any) -> Any:
 def _own_state(
     optimizer: torch.optim.Optimizer, external: ShardStep
 ) -> tuple[list[Any], dict[str, dict[str, Any]]]:
-    """Returns the state of the user's optimizer on this rank: per-element tensors, single values.
+    """Returns the user's optimizer state on this rank: tensors by element, and single values.
 
     Raises ConfigError for state that belongs to no parameter or cannot be sharded.
     """
@@ -562,7 +564,7 @@ def _own_state(
             else:
                 raise ConfigError(
                     f"[front::save] {what} has shape {tuple(value.shape)}, but a checkpoint can "
-                    f"hold only state with one value per element, which any number of ranks can "
-                    f"shard"
+                    f"hold only state with one value per element, so that any number of ranks can "
+                    f"shard it"
                 )
     return tensors, scalars

@@ -13,7 +13,7 @@ from penstock.front import ranks
 
 
 class _Batches:
-    """A batch sampler that yields indices of this rank's batches from a position on."""
+    """A batch sampler that yields the indices of this rank's batches, starting at a position."""
 
     def __init__(self, order: torch.Tensor, first: int, batch: int, rank: int, world: int):
         self._order, self._first, self._batch = order, first, batch
@@ -60,8 +60,8 @@ class ResumableLoader:
     DDP's sampler does with drop_last.
 
     Raises:
-        ConfigError: if an option chooses samples, or if the dataset has less than one batch on
-            all ranks.
+        ConfigError: if an option chooses samples, or if the dataset cannot give each rank one
+            batch.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ _engines = itertools.count()
 # the missing rank.
 _LATER = datetime.timedelta(seconds=60)
 # ProcessGroupNCCL reads these variables when it is made. With a blocking wait it starts no watchdog
-# thread and keeps no list of works. That thread would sleep for a minute after an error of the
-# network, with a lock that every collective needs, and then end the process without naming a rank.
-# The engine's collectives are synchronous, so nothing blocks. XCCL follows NCCL.
+# thread and keeps no list of works. After a network error, that thread would hold a lock that every
+# collective needs, sleep for a minute, and then end the process without naming a rank. The engine's
+# collectives are synchronous, so nothing blocks. XCCL follows NCCL.
 _UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_XCCL_BLOCKING_WAIT": "1"}
 
 
@@ -38,14 +38,14 @@ def name_for(device: torch.device, wanted: str) -> str | None:
 
 
 class DeviceGroups:
-    """Makes the groups of one engine. They are not registered with torch. Torch names a group by
-    its ranks and its number. So with torch's names, a new group could find keys of a destroyed
+    """Makes the groups of one engine. They are not registered with torch, because torch names a
+    group by its ranks and its number. Under such a name, a new group could find keys of a destroyed
     group in the store."""
 
     def __init__(self, name: str, timeout: datetime.timedelta, has_stages: bool) -> None:
         # Since NCCL 2.26 the order of launches on the host is also the order on the device. Where
-        # this means that a collective begins after the previous one ended, stages of a pipeline
-        # would wait for each other in a circle: each launches its send before its receive.
+        # this makes a collective begin only after the previous one has ended, pipeline stages would
+        # wait for each other in a circle, because each launches its send before its receive.
         if not has_stages or _begins_in_order():
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self._name, self._timeout = name, timeout + _LATER
@@ -56,10 +56,10 @@ class DeviceGroups:
         """Makes a back end for `members`, including this rank. All members call it in the same
         order."""
         ranks = "-".join(map(str, members)) if len(members) < 64 else str(hash(tuple(members)))
-        # Numbered by ranks, because a rank takes part in groups in which its peers do not.
+        # Counted for each set of ranks, because a rank is in groups in which its peers are not.
         prefix = f"penstock/{self._engine}/{self._made[ranks]}/{ranks}"
         self._made[ranks] += 1
-        # A clone has a connection of its own: a rank that waits for its peers holds a lock on it.
+        # A clone has a connection of its own. A rank that waits for its peers locks its connection.
         default: typing.Any = distributed_c10d._get_default_store()
         store = PrefixStore(prefix, default.clone())
         own = members.index(dist.get_rank())
@@ -67,8 +67,8 @@ class DeviceGroups:
 
 
 def _begins_in_order() -> bool:
-    """Whether NCCL orders the begins of collectives, and not their ends: with CUDA 12.3 or later,
-    in torch and in the driver."""
+    """Whether NCCL orders only the starts of collectives, not their ends. This needs CUDA 12.3 or
+    later, in torch and in the driver."""
     if torch.version.cuda is None:
         return False
     made = tuple(int(part) for part in torch.version.cuda.split(".")[:2])

@@ -202,9 +202,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     def set_backward_weight(self, weight: float) -> None:
         """Multiplies each gradient of the following backwards by `weight` (default: 1).
 
-        The weight is applied once, when a gradient is added to its parameter's sum. So a plain
-        `loss.backward()` adds the same gradients as `(weight * loss).backward()` without the
-        weight.
+        The weight is applied once, when a gradient is added to its parameter's sum. So, with this
+        weight, a plain `loss.backward()` adds the same gradients as `(weight * loss).backward()`
+        does without it.
         """
         self._core.values.set_backward_weight(weight)
 
@@ -455,8 +455,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
 
         Raises:
             RuntimeFault: if the weights could not be gathered; the error names the reason (a rank
-                has ended, or did not call within `comm.timeout_s`). The memory is freed first, and
-                sharded parameters are as after ``gather=False``.
+                has ended, or did not call within `comm.timeout_s`). Before the error, the memory is
+                freed, and sharded parameters are then as after ``gather=False``.
         """
         error = sys.exc_info()[1]  # an error that passes through a `finally:`
         self._end(gather, "" if error is None else f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Tells the other ranks that the engine raised an error on this rank.
 
-All ranks make a call, but the engine may refuse it on only one rank. This rank then runs no
-collective, and the other ranks would wait in vain ([Note: Turns], src/base/turns.h).
+All ranks make the same call, but the engine may refuse it on one rank only. That rank then runs no
+collective, and the other ranks would wait for it in vain ([Note: Turns], src/base/turns.h).
 """
 
 import atexit

@@ -26,8 +26,8 @@ Environ = Mapping[str, str]
 class Place:
     """The place of this process, read from a scheduler's variables."""
 
-    names: Mapping[str, str]  # name as torchrun has it -> the scheduler's variable for it
-    values: Mapping[str, str]  # name as torchrun has it -> value; MASTER_ADDR only if known
+    names: Mapping[str, str]  # torchrun's variable -> the scheduler's variable for it
+    values: Mapping[str, str]  # torchrun's variable -> value; MASTER_ADDR only if known
     job: str = ""  # identifies the job: the same on all its ranks
 
 

@@ -61,7 +61,7 @@ class _File:
         self._written += values.nbytes
 
     def sync(self) -> None:
-        """Flushes and closes the file. Raises Bug if bytes of the header's total are missing."""
+        """Flushes and closes the file. Raises Bug unless all bytes of the header's total exist."""
         if self._written != self.bytes:
             raise Bug(
                 f"[front::export_hf] {self.path}: {self._written} of {self.bytes} bytes were "

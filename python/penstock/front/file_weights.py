@@ -67,8 +67,8 @@ class FileWeights:
             )
 
     def print(self) -> str:
-        """Returns a text for comparisons between ranks. It differs if the sizes of the files
-        differ, or samples of their contents."""
+        """Returns a text for comparisons between ranks. It differs if the files differ in size or
+        in samples of their contents."""
         return " ".join(str(file.print()) for file in self._files)
 
 
@@ -93,7 +93,7 @@ def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | Non
 def opened(path: str | os.PathLike[str], held: Any) -> FileWeights:
     """[all ranks] Opens the files, the same on every rank.
 
-    Raises ConfigError or RuntimeFault on every rank, if a rank cannot open them or has other files.
+    Raises ConfigError or RuntimeFault on every rank if a rank cannot open them or has other files.
     """
     error, found, told = None, None, ""
     try:
@@ -140,8 +140,9 @@ class Seen:
         if names and ranks.rank() == 0:
             warnings.warn(
                 f"[front::init] {len(names)} parameters were written to after they were built (for "
-                f'example {", ".join(names[:3])}), and the values of "{path}" replace theirs '
-                f"now. To change loaded values, write to them in a later `with penstock.init():`",
+                f'example {", ".join(names[:3])}), and the values of "{path}" now replace what '
+                f"was written. To change loaded values, write to them in a later "
+                f"`with penstock.init():`",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -159,8 +160,8 @@ def root_of(seen: Iterable[torch.nn.Module], path: pathlib.Path) -> torch.nn.Mod
         return roots[0]
     built = " and ".join(f"a {type(one).__name__}" for one in roots) or "no model"
     raise ConfigError(
-        f'[front::init] {built} was built inside penstock.init(weights="{path}"), which gives the '
-        f"values of the files to one model. Build each model in a context of its own"
+        f'[front::init] penstock.init(weights="{path}") gives the values of the files to one '
+        f"model, but {built} was built inside it. Build each model in a context of its own"
     )
 
 
@@ -256,16 +257,16 @@ class Filling:
             )
         if (missing or unexpected) and ranks.rank() == 0:
             warnings.warn(
-                f'[front::init] "{path}": missing, so they keep the values of their '
-                f"initialisation: {_some(missing) or 'none'}; not in the model, so they are not "
-                f"read: {_some(unexpected) or 'none'}",
+                f'[front::init] "{path}": these tensors are missing in the files and keep their '
+                f"initial values: {_some(missing) or 'none'}; these are not in the model and are "
+                f"not read: {_some(unexpected) or 'none'}",
                 RuntimeWarning,
                 stacklevel=6,
             )
 
 
 def _fills(param: torch.Tensor, hollow: bool) -> bool:
-    """Whether a parameter without memory covers its whole storage, in the order of files."""
+    """Whether a parameter without memory covers its whole storage, in the files' element order."""
     size = param.untyped_storage().nbytes() if hollow else -1
     return param.is_contiguous() and param.storage_offset() == 0 and param.nbytes == size
 

@@ -1,4 +1,4 @@
-"""Reports the begin and end of a model's forwards to the core. The caller of a forward may be the
+"""Reports to the core when a model's forwards begin and end. The caller of a forward may be the
 engine, the model itself, one of its modules alone, or its `generate`.
 
 The engine's hooks and replaced `forward` methods belong to the model's own module objects. A copy
@@ -108,8 +108,8 @@ class Forward:
         return function
 
     def remove(self) -> None:
-        """Restores the module's own method. If the user set a method over this one, the user's
-        method stays. If that method calls this one, this one calls the module's own."""
+        """Restores the module's own method. If the user has replaced this method, the user's method
+        stays. If that method calls this one, this one calls the module's own."""
         self._around = _alone
         if self._module.__dict__.get(self._name) is self:
             self._leave(self._module, self._had)
@@ -164,8 +164,8 @@ class Forward:
 # [Note: Copies by dict] Libraries copy a module with `type(module).__new__` and a copy of its
 # `__dict__`, to give the copy other parameters (learn2learn, data parallel replicas). The copy then
 # has the original's `Forward` object, which does not know which module was called. But the calling
-# frame, which is torch's, has this module. The copy is a plain module: at its first call it loses
-# the engine's methods.
+# frame is torch's, and its `self` is this module. The copy is a plain module: at its first call it
+# loses the engine's methods.
 _TORCH_MODULES = torch.nn.Module._call_impl.__code__.co_filename
 _DICTS = (dict, OrderedDict)
 
@@ -191,7 +191,7 @@ class Forwards:
     ) -> None:
         self._core, self._structure, self._pace = core, structure, pace
         self._model, self._around = module, around  # around.begin() and .end() at each forward
-        self._open = False  # a forward runs
+        self._open = False  # whether a forward runs
         self._process, self._thread = os.getpid(), 0  # process of the engine, thread of the forward
         self._installed = installed  # the engine's hooks on modules
         core.calls.name_threads(_name_of_thread)
@@ -263,7 +263,7 @@ class Forwards:
         return Uneven(self._pace, self._core)
 
     def watch(self, module: torch.nn.Module, unit: int) -> None:
-        """Reports a unit's begin and end when its module's forward begins and ends."""
+        """Reports to the core when the forward of a unit's module begins and ends."""
         core = self._core
         # The thread in which the module is called alone (a forward in which all other units are
         # idle), or 0.

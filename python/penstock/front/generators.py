@@ -1,4 +1,4 @@
-"""A rank's random generators: their states in a checkpoint, and those that a forward draws from.
+"""A rank's random generators: their states in a checkpoint, and the generators of a forward.
 
 A checkpoint has the states of Python, numpy and the rank's device. torch's CPU generator is a
 tensor of the checkpoint, which C++ also reads."""

@@ -204,8 +204,8 @@ class Built:
         if tensor.device.type not in ("cpu", "meta") and tensor.device != trains:
             raise ConfigError(
                 f"[front::init] {what} is made on {tensor.device}, but this penstock.init() is for "
-                f"a model that trains on {trains}. Make parameters on the CPU or that device, or "
-                f'pass device="{tensor.device}"'
+                f"a model that trains on {trains}. Make parameters on the CPU or on the training "
+                f'device, or pass device="{tensor.device}"'
             )
         if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(

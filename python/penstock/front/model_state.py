@@ -1,7 +1,7 @@
 """The model's own `state_dict()`, even if a class, an instance or a hook changes what it returns.
 
-While it runs, the modules hold other parameters. For `Engine.state_dict()` these are the full
-values. To find the other values that a checkpoint must keep, they are tensors without values.
+While it runs, the modules hold other tensors in place of their parameters: full values for
+`Engine.state_dict()`, or tensors without values to find out what else a checkpoint must keep.
 """
 
 import contextlib
@@ -113,7 +113,8 @@ class OwnState:
                 f"[front::save] {self.kind} changes state_dict(), which raised "
                 f"{type(error).__name__} when called without the parameters' values: {error}. The "
                 f"engine cannot tell which values the class adds. Call "
-                f"torch.save(engine.state_dict(), path), or return them from get_extra_state()"
+                f"torch.save(engine.state_dict(), path), or return these values from "
+                f"get_extra_state()"
             ) from error
         return found if isinstance(found, Mapping) else {}
 
@@ -126,7 +127,7 @@ class OwnState:
         if _storage(value) in buffers or key in dict(module_tree.named_buffers_of(self._model)):
             return False
         raise ConfigError(
-            f'[front::save] {self.kind} adds the tensor "{key}" to state_dict(), and a checkpoint '
+            f'[front::save] {self.kind} adds the tensor "{key}" to state_dict(), but a checkpoint '
             f"holds only parameters and buffers. Make it a buffer (register_buffer)"
         )
 
@@ -134,7 +135,7 @@ class OwnState:
 def extra_states(engine: Any) -> Iterator[tuple[str, Any]]:
     """Yields the modules with extra state by name, then the model's `OwnState` if it has values.
 
-    Raises ConfigError for values of an `OwnState` that are on one stage of a pipeline.
+    Raises ConfigError if an `OwnState` has values and the model is a pipeline.
     """
     for name, module in module_tree.modules_of(engine.module):
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:

@@ -145,7 +145,7 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Returns the module on which the hooks of the unit `name` go.
+    """Returns the module that gets the hooks of the unit `name`.
 
     Compiled code does not run the hooks of layers inside it, so hooks go around the compiled
     module.

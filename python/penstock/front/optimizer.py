@@ -123,15 +123,15 @@ def prepare(
     own_step = vars(given).get("step")
     if own_step is not None and not getattr(own_step, "_wrapped_by_lr_sched", False):
         raise ConfigError(
-            "[front::initialize] the optimizer's step() was replaced, and the engine does not call "
-            "it. Use optimizer.register_step_pre_hook() and register_step_post_hook()"
+            "[front::initialize] the optimizer's step() was replaced, but the engine does not call "
+            "the replacement. Use optimizer.register_step_pre_hook() and register_step_post_hook()"
         )
     for name in ("zero_grad", "state_dict", "load_state_dict"):
         own = vars(given).get(name)
         if own is not None and not getattr(own, "_of_penstock", False):
             raise ConfigError(
-                f"[front::initialize] the optimizer's {name}() was replaced on the object, and the "
-                f"engine does not call it. Override it in a class of your own"
+                f"[front::initialize] the optimizer's {name}() was replaced on the object, but the "
+                f"engine does not call the replacement. Override it in a class of your own"
             )
     only_dtype = isinstance(section, dict) and list(section) == ["moments_dtype"]
     if section is not None and not only_dtype:
@@ -212,7 +212,7 @@ def build(
     Allocates no state, although the constructors of some torch classes would.
 
     Args:
-        kind: another registered class of the same update; default: torch's own.
+        kind: another registered class with the same update; default: torch's own.
         more: options for `kind` besides those that it takes from the section.
     """
     keys = [key for key in _KINDS[section.type].keys if key != "moments_dtype"]
@@ -339,7 +339,7 @@ def group_of(
 
 
 def _plain(value: Any) -> bool:
-    """Whether repr() is equal on all ranks. The text of other objects may have an address."""
+    """Whether repr() is equal on all ranks. The repr() of other objects may have an address."""
     if isinstance(value, (list, tuple)):
         return all(map(_plain, value))
     return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
@@ -416,8 +416,8 @@ def check_ours(optimizer: Any, given: torch.optim.Optimizer, native: bool) -> No
     step = getattr(vars(optimizer).get("step"), "__func__", None)
     if not getattr(step, "_of_penstock", False):
         raise RuntimeFault(
-            "[front::optimizer] optimizer.step was replaced, and engine.step() does not call it. "
-            "Use optimizer.register_step_pre_hook() and register_step_post_hook()"
+            "[front::optimizer] optimizer.step was replaced, but engine.step() does not call the "
+            "replacement. Use optimizer.register_step_pre_hook() and register_step_post_hook()"
         )
     if native and not isinstance(optimizer.state, _State):
         raise RuntimeFault(
@@ -501,7 +501,7 @@ class ShardStep:
         """Whether a state is one value for the whole parameter, and not a value per element."""
         if not isinstance(value, torch.Tensor) or (value.dim() == 0 and master.dim() > 0):
             return True
-        # A master of one element does not show what a state with one element is.
+        # If the master has one element, too, the number of elements does not tell the two apart.
         known = self.single_keys | self._methods.single_keys()
         return value.numel() == 1 and (master.numel() != 1 or key in known)
 

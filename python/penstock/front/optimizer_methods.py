@@ -6,8 +6,8 @@ publishes the weights at once, on all ranks. It first runs the same call on a tw
 optimizer of the same class that has taken the same steps and calls. The twin's values are equal on
 all ranks, so before anything changes, all ranks make the same two decisions. If the call touches
 weights, it is a collective; if it does not work on shards, it is refused. Each step, too, is first
-taken on the twin and its slices: a rule may be elementwise in the trial of initialize() and change
-later.
+taken on the twin and its slices, because a rule that was elementwise in the trial of initialize()
+may change later.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Twin:
         if not trial.same(joined, state):
             return "changes a parameter and its slices differently"
         if watch.seen and not trial.same(trial.joined(results, result, trial.NUMEL), result):
-            return "returns a value that depends on all elements, of which a rank has only some"
+            return "returns a value that depends on all elements, but a rank has only some of them"
         return ""
 
 
@@ -204,7 +204,7 @@ class Methods:
         self._inside = False  # in step() or in a method, which uses the shards directly
         self._names, self._saves = _names(type(optimizer))
         self.drop: Callable[[bool], None] = _nothing  # drops the engine's gradients
-        # The rules of torch's own classes never change, and these have no other methods.
+        # The rules of torch's own classes never change, and these classes have no other methods.
         of_torch = type(optimizer).__module__.startswith("torch.optim.")
         self._twin = None if of_torch else _Twin(optimizer)
 

@@ -212,7 +212,7 @@ def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns copies of a group's options, with a learning rate at which steps show."""
+    """Returns copies of a group's options, with a learning rate that makes steps visible."""
     options = {k: _copied(v, _clone, {}) for k, v in group.items() if k != "params"}
     lr = options.get("lr")
     if isinstance(lr, torch.Tensor) and lr.numel() == 1:

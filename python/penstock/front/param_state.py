@@ -49,7 +49,7 @@ class ParamState:
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Returns averaged full fp32 gradients by name on all ranks, between backward and step.
 
-        It has no entry for a parameter that got no gradient on any rank: torch's `grad` is None.
+        The dict lacks a parameter that got no gradient on any rank: torch's `grad` is None.
         """
         return dict(self._core.values.full("grad"))
 
@@ -95,8 +95,9 @@ class ParamState:
         Args:
             param: a parameter of the model.
             name: "param" for the master, a moment ("exp_avg"), "step" for the number of updates
-                of an optimizer that corrects for it (AdamW, Adam, Adagrad), or "residual" for what
-                a lossy wire has rounded away and later gradients make good (`table.residual.rest`).
+                of an optimizer that corrects for it (AdamW, Adam, Adagrad), or "residual" for the
+                rounding errors of a lossy wire (`table.residual.rest`), which later gradients
+                compensate.
 
         Raises:
             ConfigError: if the engine keeps no state of that name for the parameter.

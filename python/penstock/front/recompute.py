@@ -1,8 +1,8 @@
 """Activation checkpointing (arXiv:1604.06174): a unit keeps its inputs and runs again in backward.
 
-torch.utils.checkpoint runs it again (with random numbers, autocast, early stop). If activations are
-offloaded, saved-tensor hooks around the call pass the saved inputs to the engine. Tensors saved
-inside the unit do not pass through these hooks.
+torch.utils.checkpoint runs it again; it also handles random numbers, autocast and early stop. If
+activations are offloaded, saved-tensor hooks around the call pass the saved inputs to the engine.
+Tensors saved inside the unit do not pass through these hooks.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class _Buffers:
     def keep_changed(self) -> None:
         """Drops the unchanged buffers, after the forward. Compares values, because batch norm's
         writes do not increase version counters. Small copies on a device are kept without a
-        comparison, for which the host would have to wait."""
+        comparison, because the host would have to wait for it."""
         self._kept = [
             (place, name, buffer, before)
             for place, name, buffer, before in self._kept
@@ -63,7 +63,7 @@ class _Buffers:
 
 
 class _Objects:
-    """The states before a forward of objects among its arguments (a key-value cache).
+    """The states that objects among a forward's arguments (a key-value cache) had before it.
 
     The objects have these states while the forward is recomputed. If the forward wrote in place to
     a tensor in an object, the tensor cannot be restored.
@@ -197,8 +197,8 @@ GENERATORS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
 
 
 class _RandomStates:
-    """The states before a forward of random generators that torch does not restore. These are
-    `random`, `numpy.random`, generators in the fields of modules, and GENERATORS."""
+    """Random generators that torch does not restore, with their states before a forward: `random`,
+    `numpy.random`, generators in the fields of modules, and GENERATORS."""
 
     def __init__(self, values: Iterator[Any]) -> None:
         numpy: Any = sys.modules.get("numpy.random")

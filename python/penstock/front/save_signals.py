@@ -1,7 +1,7 @@
 """Signals that make engines save (`checkpoint.signals`).
 
-A handler only notes the wish, because a signal can arrive in the middle of a step. The engines save
-at the next end of a step.
+A handler only records the request, because a signal can arrive in the middle of a step. The engines
+save at the next end of a step.
 """
 
 import signal

@@ -25,7 +25,7 @@ class _Schedule:
     Args:
         optimizer: a torch optimizer, or an object with a torch optimizer as `.optimizer`.
         given: parameters of the schedule, in DeepSpeed's order.
-        last_batch_iteration: the step to continue from; -1: begins anew and sets the groups' rates.
+        last_batch_iteration: the step to continue from; -1: starts anew and sets the groups' rates.
         params: parameters by name. A list has a value for each parameter group.
 
     Raises:
@@ -52,8 +52,8 @@ class _Schedule:
         names = (*self.names, "last_batch_iteration")
         if len(given) > len(names) or set(params) & set(names[: len(given)]):
             raise TypeError(
-                f"[front::{self.kind}] got too many arguments, or one of them twice. The arguments "
-                f"are {', '.join(names)}"
+                f"[front::{self.kind}] too many arguments were given, or one of them twice. The "
+                f"arguments are {', '.join(names)}"
             )
         params |= dict(zip(names, given, strict=False))
         last_batch_iteration = params.pop("last_batch_iteration", last_batch_iteration)
@@ -81,8 +81,9 @@ class _Schedule:
             if isinstance(value, (list, tuple)):
                 if len(value) != len(self.optimizer.param_groups):
                     raise ValueError(
-                        f"[front::{self.kind}] {name} has {len(value)} values for "
-                        f"{len(self.optimizer.param_groups)} parameter groups"
+                        f"[front::{self.kind}] {name} has {len(value)} values, but there are "
+                        f"{len(self.optimizer.param_groups)} parameter groups. Give one value for "
+                        f"each group"
                     )
                 value = value[index]
             if name == "warmup_type":
@@ -177,7 +178,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(_Warmup):
-    """Warms up as WarmupLR (to 0.001), then decays linearly to 0 at `total_num_steps`."""
+    """Warms up like WarmupLR (to 0.001), then decays linearly to 0 at `total_num_steps`."""
 
     kind = "WarmupDecayLR"
     names = ("total_num_steps", *WarmupLR.names)

@@ -36,7 +36,7 @@ class _Store:
         self.own_ranks.close()
 
     def nothing_waits(self) -> bool:
-        """Whether no parameter in use on this rank lacks an engine. Frees dropped parameters."""
+        """Whether every parameter in use on this rank has an engine. Frees dropped parameters."""
         try:
             return bool(self.held.empty())
         except RuntimeFault:  # the disk failed, so the waiting parameters have no values
@@ -81,7 +81,7 @@ def waiting() -> Any:
 
 
 def let_go(mean: Callable[[float], float]) -> None:
-    """[all ranks] Closes the group of `init()` when no parameter of any rank waits for an engine.
+    """[all ranks] Closes the group of `init()` if no parameter on any rank waits for an engine.
 
     `mean` returns the mean of a number over the ranks.
     """
@@ -99,7 +99,7 @@ def _connect(timeout_s: float) -> Any:
     """[all ranks] Returns the store, connected through a new group ([Note: Init by agreement]).
 
     The new group also replaces one in which a rank has failed. The ranks meet to make the new
-    group, so no rank still uses the earlier group when that is closed.
+    group, so no rank still uses the earlier group when it is closed.
     """
     own = ranks.Ranks(timeout_s)
     earlier = _shared.pop() if _shared else None
@@ -158,7 +158,7 @@ torch.Tensor.__deepcopy__ = _copied_tensor  # type: ignore[method-assign]
 
 @contextlib.contextmanager
 def _same_generators(held: Any, device: torch.device) -> Iterator[None]:
-    """In the context the generators of the CPU and of `device` are as on rank 0."""
+    """In the context the generators of the CPU and of `device` have the states of rank 0's."""
     chosen = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
     places = [() if one is torch else (device,) for one in chosen]
     different = []
@@ -271,7 +271,7 @@ def init(
             of the model and of the files differ.
     """
     if weights is None and not strict:
-        raise ConfigError("[front::init] strict=False is for weights=..., which is not given")
+        raise ConfigError("[front::init] strict=False needs weights=..., which is not given")
     if weights is not None and any(one.weights is not None for one in _open):
         raise ConfigError(
             "[front::init] penstock.init(weights=...) is inside another one with weights, which "

@@ -67,8 +67,8 @@ def _hooked(weight: Any) -> bool:
         return False
     with torch.enable_grad():
         node = weight.expand_as(weight).grad_fn.next_functions[0][0]
-    # torch does not list a node's hooks. But if a hook is added, it shows the dict that has all of
-    # them.
+    # torch does not list a node's hooks, but the handle of an added hook refers to the dict with
+    # all of them.
     for register in (node.register_hook, node.register_prehook):
         handle = register(_nothing)
         hooks = handle.hooks_dict_ref()

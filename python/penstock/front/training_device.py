@@ -49,7 +49,7 @@ def resolved(device: DeviceLike, call: str) -> torch.device:
     return torch.device(wanted.type, index)
 
 
-_MANY_CORES = 4  # of a rank, so that one thread for the optimizer is a mistake
+_MANY_CORES = 4  # per rank; with so many, one thread for the optimizer is a mistake
 
 
 def _accelerator() -> torch.device | None:

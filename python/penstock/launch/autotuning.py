@@ -90,7 +90,7 @@ def _place_of_config(words: list[str]) -> tuple[int, str]:
             return index + 1, ""
     raise ConfigError(
         "[launch::autotuning] the script's arguments have no --deepspeed_config FILE (or "
-        "--deepspeed FILE), the config to start from"
+        "--deepspeed FILE): add one with the config to start from"
     )
 
 

@@ -1,8 +1,8 @@
 """Argument vectors that start a job on several nodes, one function for each back end.
 
 ssh and pdsh start a `penstock run` on each node. MPI and Slurm start one task per rank, which reads
-its rank from their environment variables (front/environment.py). ssh and pdsh pass text to a remote
-shell, in which each word is quoted; all other commands are argument vectors.
+its rank from their environment variables (front/environment.py). ssh and pdsh pass a text to a
+remote shell, with each word quoted; all other commands are argument vectors.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Job:
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{name}: {count}" for name, count in counts.items())
             raise ValueError(
-                f"[launch::backends] --launcher {launcher} needs equal numbers of ranks on the "
-                f"nodes, not {told}: use pdsh, ssh or openmpi, or --num-gpus"
+                f"[launch::backends] --launcher {launcher} needs the same number of ranks on each "
+                f"node, but the numbers are {told}. Use pdsh, ssh or openmpi, or --num-gpus"
             )
         return len(self.nodes[0].slots)
 

@@ -152,7 +152,8 @@ def _this_node(args: argparse.Namespace) -> LaunchOptions:
     if given := _given(args, _OF_HOSTS):
         raise ValueError(
             f"[launch::command] {', '.join(given)} start all nodes from here, but --nproc, "
-            f"--nnodes, --rdzv-endpoint and --layout start only this node's ranks: use one kind"
+            f"--nnodes, --rdzv-endpoint and --layout start only this node's ranks: use options of "
+            f"one kind"
         )
     place = node_place(os.environ)
     slots = parse_layout(args.layout) if args.layout else ()

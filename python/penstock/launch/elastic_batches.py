@@ -62,7 +62,7 @@ class ElasticityConfig:
         if not 0 < self.min_gpus <= self.max_gpus:
             raise ElasticityConfigError(
                 f'[elasticity] "elasticity.min_gpus" is {self.min_gpus} and "max_gpus" is '
-                f"{self.max_gpus}; allowed: positive numbers, the first not above the second"
+                f"{self.max_gpus}; allowed: positive numbers, with min_gpus not above max_gpus"
             )
         self.model_parallel_size = int(given.get("model_parallel_size", 1))
         self.num_gpus_per_node = int(given.get("num_gpus_per_node", 1))
@@ -123,7 +123,7 @@ def _micro_of(batch: int, settings: ElasticityConfig, ranks: int) -> int | None:
 
 
 def _by_node(settings: ElasticityConfig, world: int) -> tuple[int, list[int], int | None]:
-    """As _best(), for whole nodes on which groups of devices compute one model (version 0.2)."""
+    """Like _best(), for whole nodes on which groups of devices compute one model (version 0.2)."""
     node, parallel = settings.num_gpus_per_node, settings.model_parallel_size
     if node % parallel:
         raise ElasticityConfigError(

@@ -82,13 +82,13 @@ def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Node]:
     nodes = kept(hosts, include, exclude)
     if not nodes:
         raise ValueError(
-            f"[launch::select] --exclude {exclude} leaves no slot of any host; give fewer slots"
+            f"[launch::select] --exclude {exclude} leaves no slot of any host; exclude fewer slots"
         )
     return nodes
 
 
 def kept(hosts: Sequence[Host], include: str, exclude: str) -> list[Node]:
-    """As select(), but the result may be empty."""
+    """Like select(), but the result may be empty."""
     if include and exclude:
         raise ValueError("[launch::select] --include and --exclude are both given: give only one")
     named = _parse(include or exclude, {host.name: host for host in hosts}, bool(include))
@@ -132,7 +132,7 @@ def _name_and_list(spec: str, hosts: dict[str, Host], where: str) -> tuple[str, 
     if not named:
         name = spec
     if name not in hosts:
-        raise ValueError(f"{where}: no host {name!r}; allowed are {', '.join(hosts)}")
+        raise ValueError(f"{where}: there is no host {name!r}; allowed are {', '.join(hosts)}")
     return name, listed if named else None
 
 

@@ -34,7 +34,9 @@ class RankOptions:
 
     def __post_init__(self) -> None:
         if self.module and self.no_python:
-            raise ValueError("[launch::options] --module needs Python: drop it or --no-python")
+            raise ValueError(
+                "[launch::options] --module needs Python, but --no-python is set: drop one of them"
+            )
         if self.log_dir and pathlib.Path(self.log_dir).is_file():
             raise ValueError(
                 f"[launch::options] --enable-each-rank-log {self.log_dir} is a file; give a folder"

@@ -1,4 +1,4 @@
-"""Runs a job on several nodes. If one part fails, all parts are ended."""
+"""Runs a job on several nodes. If one part of the job fails, all parts are ended."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def _probe(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def check_ssh(job: Job) -> None:
-    """Raises RuntimeError, which names all nodes that ssh cannot log in to without a password."""
+    """Raises RuntimeError with the names of all nodes that ssh cannot log in to without a
+    password."""
     names = [node.name for node in job.nodes]
     problems: list[str] = []
     for start in range(0, len(names), FAN_OUT):
@@ -125,8 +126,9 @@ def master_address(job: Job) -> str:
     addresses = asked.stdout.split()
     if asked.returncode != 0 or not addresses:
         raise RuntimeError(
-            f"[launch::master_address] {host} does not resolve to an address for other nodes, and "
-            f"`hostname -I` there printed none ({asked.stderr.strip()}): give --master-addr"
+            f"[launch::master_address] the name {host} does not resolve to an address that other "
+            f"nodes can use, and `hostname -I` on this host printed none ({asked.stderr.strip()}): "
+            f"give --master-addr"
         )
     LOG.info(f"other nodes use the address {addresses[0]} for {host}")
     return addresses[0]

@@ -79,7 +79,7 @@ class Meeting:
     def close(self) -> None:
         """Ends this node's part. On node 0, the call waits until the other nodes have ended.
 
-        The store stays open for that time, at most `grace_s` (at least one second).
+        It waits for at most `grace_s`, but at least one second; the store stays open for that time.
         """
         if self._watch is None:
             return

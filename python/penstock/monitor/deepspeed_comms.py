@@ -47,7 +47,7 @@ def convert_size(size_bytes: int) -> str:
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[float, float]:
-    """Returns Gbit/s of the algorithm and of the bus, for bytes and milliseconds."""
+    """Returns the bandwidths of algorithm and bus in Gbit/s, from bytes and milliseconds."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     moved = size * ranks if comm_op.startswith(("all_gather", "reduce_scatter")) else size
     other = (ranks - 1) / ranks

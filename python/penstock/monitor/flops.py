@@ -41,7 +41,7 @@ def _matmul(args: Any, out: Any) -> int:
 
 
 def _conv(args: Any, out: Any) -> int:
-    """Each position sums over one window: output positions, or input positions if transposed."""
+    """Each output position (if transposed: each input position) sums over one window."""
     given, weight, transposed = args[0], args[1], args[6]
     places = given if transposed else out
     return 2 * int(places.numel()) * int(weight[0].numel())
@@ -144,7 +144,7 @@ def peak(device: torch.device, precision: str) -> float:
         name = str(getattr(torch, device.type).get_device_name(device))
         names = (part for part in PEAKS if re.search(rf"\b{part}\b", name))
         return PEAKS.get(next(names, ""), {}).get(precision, 0.0)
-    # CPUs multiply fp16 slowly, so a measured value would be no useful peak.
+    # CPUs multiply fp16 slowly, so a measured value would not be a useful peak.
     return 0.0 if precision == "fp16" else measured(_DTYPES.get(precision, torch.float32))
 
 

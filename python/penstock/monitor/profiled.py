@@ -163,7 +163,7 @@ def rows_of(events: Iterable[Seen]) -> list[tuple[str, list[Seen]]]:
 
 
 def _nested(events: Iterable[Seen]) -> list[list[Seen]]:
-    """Splits events, ordered by begin, into rows in which slices are nested or disjoint."""
+    """Splits events, ordered by start, into rows in which slices are nested or disjoint."""
     rows: list[tuple[list[Seen], list[int]]] = []  # (events, ends of the open slices)
     for event in events:
         for _, ends in rows:
@@ -278,8 +278,8 @@ class Profile:
         if len(kept) < len(events):
             bound = min(event.duration_ns() for event in kept)
             _warn(
-                f"the profiler saw {len(events)} events, of which the trace has the {MOST_EVENTS} "
-                f"longest ({bound / 1e3:.1f} us or more): trace fewer steps to keep all of them"
+                f"the profiler saw {len(events)} events, but the trace has only the {MOST_EVENTS} "
+                f"longest ({bound / 1e3:.1f} us or more): trace fewer steps to keep all events"
             )
         return trace_text(rows_of(map(seen, kept)), clock, ranks.rank(), offset_ns)
 

@@ -72,8 +72,8 @@ class Timelines:
     def _take(self, wish: Wish, monitor: Any) -> None:
         if monitor.events == 0:
             raise ConfigError(
-                f'[front::initialize] {TRACE} is set and "monitor.events" is 0, so this run '
-                f"records no events: drop one of them"
+                f'[front::initialize] {TRACE} is set, but "monitor.events" is 0, so this run '
+                f"records no events: remove one of these settings"
             )
         if self._rank == 0:
             check_folder(wish.path)
@@ -92,7 +92,7 @@ class Timelines:
         self._begin(Wish(path, self._made + 1, self._made + steps, profiler))
 
     def before_step(self) -> None:
-        """Starts the waiting requests. Called before each forward; acts before the first step."""
+        """Starts the waiting requests before the first step. It is called before each forward."""
         if self._waiting and self._made == 0:
             self._begin_waiting()
 

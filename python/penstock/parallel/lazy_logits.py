@@ -176,8 +176,9 @@ class LazyLogits(torch.Tensor):
     ) -> Any:
         """Raises RuntimeFault. Autograd ran already, so the result would have no gradient."""
         raise RuntimeFault(
-            f"[front::LazyLogits] {func} was called without __torch_function__ on logits without "
-            f"values (tiling.loss_tokens, parallel.cut_logits). Call it on logits.whole()"
+            f"[front::LazyLogits] these logits have no values yet (tiling.loss_tokens, "
+            f"parallel.cut_logits), but {func} was called on them without __torch_function__. Call "
+            f"it on logits.whole()"
         )
 
 

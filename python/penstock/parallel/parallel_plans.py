@@ -231,7 +231,7 @@ def _check_heads(config: Any, tensor: int, shared: bool) -> int:
 
 
 def _with_both_embeddings(model: torch.nn.Module, rules: Rules) -> Rules:
-    """If embedding and head share a weight and only one of them is cut, drops its rules."""
+    """If embedding and head share a weight but only one is cut, drops the rules of the cut one."""
     first, last = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
     if not first or not last:
         return rules

@@ -2,8 +2,8 @@
 
 A layer returns a tensor or a tuple of tensors, which is the only argument of the next layer. The
 model is built in full on every rank. `pipeline_settings()` has the config for `mesh.pipeline`. A
-rank runs only the layers of its stages, so values may decide the control flow of a layer and the
-shapes that it returns. Only the first stage reads the inputs.
+rank runs only the layers of its stages, so a layer's control flow and the shapes that it returns
+may depend on values. Only the first stage reads the inputs.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def balanced(weights: Sequence[float], may_begin: Sequence[bool], num_parts: int
     minimal.
 
     Args:
-        weights: the weight of each item. may_begin: for each item, whether a piece other than the
-        first may begin with it. num_parts: number of pieces; each has at least one item.
+        weights: the weight of each item.
+        may_begin: for each item, whether a piece other than the first may begin with it.
+        num_parts: number of pieces; each has at least one item.
 
     Returns:
         num_parts + 1 bounds, from 0 to len(weights); [] if too few items may begin a piece. If
@@ -263,7 +264,7 @@ class PipelineLayers(nn.Module):
         if sum(may_begin) < self.num_stages:
             raise ConfigError(
                 f"[front::PipelineModule] there are {self.num_stages} stages and {sum(may_begin)} "
-                f"layers with parameters, but each stage needs one"
+                f"layers with parameters, but each stage needs at least one of these layers"
             )
         first = may_begin.index(True)  # layers before it belong to the same stage
         may_begin[first] = False

@@ -1,8 +1,8 @@
 """Stages of a pipeline: each rank runs the model's own forward, and computes only its stages.
 
 Until the forward calls the first module of the stage, modules of earlier stages return stand-ins
-(`Absent`) with shapes and without values. The first module receives the arguments with which the
-previous stage ended. The first module of a later stage ends the forward.
+(`Absent`) with shapes and without values. The stage's first module gets its arguments from the
+previous stage. A call of a later stage's first module ends the forward.
 """
 
 import ctypes
@@ -156,8 +156,9 @@ class PipelineParallel:
     ) -> "tuple[Any, list[Arrived | None]]":
         """Runs `forward`, which calls the model, as the forward of one stage.
 
-        Returns the stage's output (`Handed`), or in the last stage the model's outputs; and the
-        tensors of the previous stage that need gradients, with None for each other tensor.
+        Returns two values: the stage's output (`Handed`, but in the last stage the model's
+        outputs); and the previous stage's tensors, with None in place of each tensor that needs no
+        gradient.
 
         Raises:
             RuntimeFault: if stages have different batches, or the forward ended without a call of
@@ -236,9 +237,9 @@ class PipelineParallel:
         for (name, one), (was, version) in zip(self._outside(), before, strict=True):
             if one is not was or one._version != version:
                 raise RuntimeFault(
-                    f'[front::train_batch] the forward changed buffer "{name}", whose module '
-                    f"belongs to no single stage, so all stages run it. Put the buffer into a "
-                    f"module of its own"
+                    f'[front::train_batch] the forward changed buffer "{name}". The module of this '
+                    f"buffer belongs to no single stage, so all stages run it. Put the buffer into "
+                    f"a module of its own"
                 )
 
     def _text(self) -> str:
@@ -326,16 +327,16 @@ class PipelineParallel:
         for one in tensors:
             if one.layout != torch.strided or one.is_nested or one.is_quantized:
                 raise RuntimeFault(
-                    f'[front::train_batch] "{end.module}", with which the next stage begins, is '
+                    f'[front::train_batch] "{end.module}", the first module of the next stage, is '
                     f"called with a {'nested' if one.is_nested else one.layout} tensor, but "
                     f"stages exchange only dense tensors. For torch's TransformerEncoder set "
                     f"enable_nested_tensor=False"
                 )
         if any(is_absent(one) for one in tensors):
             raise RuntimeFault(
-                f'[front::train_batch] "{end.module}", with which the next stage begins, is called '
-                f"with a tensor that only an earlier stage has: pass it as an argument to the "
-                f"first module of this stage, too"
+                f'[front::train_batch] "{end.module}", the first module of the next stage, is '
+                f"called with a tensor that only an earlier stage has: pass it as an argument to "
+                f"the first module of the current stage, too"
             )
         told = {
             "module": end.module,
@@ -370,7 +371,7 @@ class PipelineParallel:
             wanted = has_gradient and torch.is_grad_enabled()
             if has_gradient and running.trains and not wanted:
                 raise RuntimeFault(
-                    f'[front::train_batch] "{name}", with which stage {running.stage} begins, is '
+                    f'[front::train_batch] "{name}", the first module of stage {running.stage}, is '
                     f"called without gradients, for example by "
                     f"torch.utils.checkpoint(use_reentrant=True). Use use_reentrant=False, or "
                     f'"activations.checkpoint" in the config'
@@ -538,9 +539,8 @@ def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
     """Raises RuntimeFault if the previous stage has a different micro-batch."""
     if micro.batch is not None and told["batch"] is not None and told["batch"] != micro.batch:
         raise RuntimeFault(
-            f"[front::train_batch] stage {stage} was given a different batch from stage "
-            f"{stage - 1}. "
-            f"Give all ranks of a pipeline the same samples: part engine.data_rank of "
+            f"[front::train_batch] stage {stage} and stage {stage - 1} were given different "
+            f"batches. Give all ranks of a pipeline the same samples: part engine.data_rank of "
             f"engine.data_size parts. "
             f"A loader that shuffles needs a generator with the same seed on all these ranks, or "
             f"a DistributedSampler(num_replicas=engine.data_size, rank=engine.data_rank)"

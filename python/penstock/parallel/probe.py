@@ -80,7 +80,7 @@ class Probe:
 
     Attributes:
         tokens: the stacks with cut tokens, or None.
-        running: a run is in progress.
+        running: whether a run is in progress.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Probe:
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
-        """Inside, exchanges do not count as those of the model's layers."""
+        """In the context, exchanges do not count as exchanges of the model's layers."""
         self.ranks.set_checking(True)
         try:
             yield
@@ -275,7 +275,7 @@ class Probe:
     ) -> tuple[str, float, float] | None:
         """Returns the largest difference above the allowed one: what, difference, allowed; or None.
 
-        The same on all tensor ranks, which all call it.
+        The result is the same on all tensor ranks. All of them call it.
         """
         allowed = max(parts.allowed, full.allowed)
         found: dict[str, float] = {}
@@ -387,7 +387,7 @@ _DROPOUTS = frozenset(
 
 
 def same_everywhere(ranks: Any, given: Any) -> bool:
-    """Whether the tensors in the arguments are equal on all tensor ranks, which all call it."""
+    """Whether the tensors in the arguments are equal on all tensor ranks. All of them call it."""
     digests = [_digest(one) for one in module_tree.take_out(given)[0]]
     text = hashlib.blake2b(b"".join(digests), digest_size=7).digest()
     mine = torch.tensor([int.from_bytes(text, "big")])

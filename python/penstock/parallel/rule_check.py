@@ -41,7 +41,7 @@ class Region:
     Attributes:
         layers: the cuts of the group. Layers of enclosed regions are not part of it.
         inner: names of the enclosed regions.
-        gathers: it encloses units whose parameters are gathered and released.
+        gathers: whether it encloses units whose parameters are gathered and released.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Sequence parallelism: each rank has a part of the tokens of the same samples.
 
-Each rank of `mesh.sequence` computes its part of every sequence. In attention the ranks exchange
+Each rank of `mesh.sequence` computes its part of every sequence. In attention, the ranks exchange
 tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each rank has full sequences of some
-heads, or keys and values travel around the ranks ("parallel.sequence": "ring", arXiv:2310.01889).
+heads. Or they pass keys and values around ("parallel.sequence": "ring", arXiv:2310.01889).
 With "both", neighbours exchange tokens for heads, and their groups form the ring. The C++ core runs
 the exchanges (`_penstock.SequenceRanks`); this module makes transformers models call them.
 """
@@ -38,12 +38,12 @@ class SequenceParallel:
         if self._count == 1:
             return
         self._model, self._tensor = model, config.mesh.tensor
-        # Ranks that exchange tokens for heads, and groups of them around which keys travel.
+        # Numbers of ranks that exchange tokens for heads, and of their groups, which pass on keys.
         self._num_neighbours = self._check(config.parallel.sequence)
         self._num_groups = self._count // self._num_neighbours
         self._ranks = _penstock.SequenceRanks(core, self._num_neighbours)
         self._modules = {module for _, module in module_tree.modules_of(model)}
-        self._cut = False  # the running forward computes a part
+        self._cut = False  # whether the running forward computes a part
         self._mask: torch.Tensor | None = None  # attention mask of full sequences
         installed.append(_Attention(self, model))
 
@@ -73,7 +73,7 @@ class SequenceParallel:
             )
         if length_dependent_rotary(config):
             self._refuse(
-                "the rotary embedding depends on the sequence length, and a rank has only a part "
+                "the rotary embedding depends on the sequence length, but a rank has only a part "
                 "of the sequence"
             )
         if way == "ring":
@@ -195,7 +195,7 @@ class SequenceParallel:
             and (positions.diff(dim=-1) != 1).any()
         ):
             raise ConfigError(
-                "[front::forward] with mesh.sequence > 1 position_ids that restart (several "
+                "[front::forward] with mesh.sequence > 1, position_ids that restart (several "
                 "sequences in one) are not supported yet"
             )
 
@@ -205,7 +205,7 @@ class SequenceParallel:
         [batch, tokens], True if later tokens attend to the token."""
         if given is not None and given.dim() != 2:
             raise ConfigError(
-                f"[front::forward] attention_mask has {given.dim()} dims, not the 2 of "
+                f"[front::forward] attention_mask has {given.dim()} dims; allowed: 2 dims, "
                 f"[batch, tokens]"
             )
         if given is None or bool(given.bool().all()):
@@ -326,8 +326,8 @@ class _Attention:
         self._config._attn_implementation = self._name
 
     def remove(self) -> None:
-        """Restores the model's attention. Copies of the model name the registered attention, so
-        that name now calls the original."""
+        """Restores the model's attention. Copies of the model refer to the registered attention by
+        its name, so this name now calls the original attention."""
         self._config._attn_implementation = self._had
         for table, inner in zip(self._tables, self._inner, strict=True):
             table.register(self._name, inner)

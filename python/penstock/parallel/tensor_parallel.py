@@ -200,8 +200,8 @@ class TensorParallel:
         """Must be called before the model's forward, `run(*args, **kwargs)`. This method may itself
         call `run`.
 
-        Raises ConfigError if "parallel.verify" finds a rule that does not compute what the uncut
-        model does.
+        Raises ConfigError if "parallel.verify" finds a rule with which the model does not compute
+        what the uncut model computes.
         """
         if self._check is not None:
             self._check.before(run, args, kwargs)

@@ -29,20 +29,20 @@ class TokenParts:
     """The stacks of one engine's model that keep tokens cut between their blocks.
 
     Attributes:
-        shapes_alone: outputs have shapes and no values, and nothing is exchanged.
+        shapes_alone: whether outputs have shapes without values, and nothing is exchanged.
     """
 
     def __init__(self, model: torch.nn.Module, rules: Any, ranks: Any, pipeline: bool) -> None:
         self.shapes_alone = False
         self._ranks, self._pipeline = ranks, pipeline
-        self._open = False  # a forward of the model runs
-        self._on: bool | None = None  # this forward cuts tokens; None: no stack has begun
-        self._parts = False  # hidden states are parts now
+        self._open = False  # whether a forward of the model runs
+        self._on: bool | None = None  # whether this forward cuts tokens; None: no stack has begun
+        self._parts = False  # whether hidden states are parts now
         names = dict(module_tree.modules_of(model))
         styles = {name: _style_of(name, rules) for name in names}
         self._stacks = [name for name, style in styles.items() if style == "tokens"]
         self._gathering = [name for name, style in styles.items() if style == "gather_tokens"]
-        self._all = False  # a block's module computes all tokens (all_tokens())
+        self._all = False  # whether a block's module computes all tokens (all_tokens())
         self._uncut = {
             one.name: one.with_style("row" if one.style == "row_tokens" else one.style)
             for one in ranks.modules

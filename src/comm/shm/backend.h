@@ -39,8 +39,8 @@ class ShmCollectives {
   // Only the root's `values` are overwritten.
   void reduce(const ByteRange& values, const Reduction& reduction, int64_t value_bytes, int root);
   void broadcast(const ByteRange& values, int root);
-  // Sends the bytes of from[i] to rank i. The bytes that rank i sends arrive in to[i]. This rank's
-  // own part is copied.
+  // Sends the bytes of from[i] to rank i. The bytes that rank i sends arrive in to[i]. For this
+  // rank, from[i] is copied to to[i].
   void all_to_all(const std::vector<ByteRange>& from, const std::vector<ByteRange>& to);
   void gather(const ByteRange& own, const std::vector<ByteRange>& to, int root);
   void scatter(const std::vector<ByteRange>& from, const ByteRange& to, int root);
@@ -68,7 +68,7 @@ class ShmCollectives {
 // The parts of the back end other than collectives: the queue, point-to-point messages and options.
 class ShmEndpoint : public c10d::Backend {
  public:
-  // `unlocked` runs its argument without the interpreter's lock (one_host.h).
+  // `unlocked` calls its argument without Python's GIL (one_host.h).
   using Unlocked = std::function<void(const std::function<void()>&)>;
   ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::milliseconds timeout,
               Unlocked unlocked);

@@ -38,7 +38,7 @@ std::vector<int> peers_of(const std::vector<Piece>& pieces) {
 // ---- messages to a peer
 //
 // lost() is always read before the shared words. A peer may post or take a message and then end.
-// With this order, such messages are found first, and the loss of the peer is reported after them.
+// This order finds these messages first, and reports the loss of the peer afterwards.
 
 ShmSender::ShmSender(ShmFabric& fabric, int peer, uint32_t tag, std::vector<ShmSpan> spans)
     : fabric_(&fabric), peer_(peer), tag_(tag), from_(std::move(spans)) {
@@ -315,8 +315,8 @@ int ShmExchange::awaited() const {
   return -1;
 }
 
-// `met` makes an attempt. It sets its argument to whether anything moved, and returns whether to
-// stop. The bell is read before the attempt, so a change after the attempt is not missed.
+// Calls `met` until it returns true. `met` tries to move bytes, and sets its argument to whether
+// any moved. The bell is read before each call, so a change after the call is not missed.
 template <class Condition>
 void ShmExchange::wait_until(const Condition& met, const ShmWait& wait) {
   using Clock = ShmFabric::Clock;

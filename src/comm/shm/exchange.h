@@ -1,6 +1,6 @@
 #pragma once
-// ShmExchange: the data that one thread sends to and receives from peers under one tag, over a
-// ShmFabric. It advances in steps, so one thread can drive several exchanges.
+// ShmExchange: sends data to peers and receives data from them, under one tag, over a ShmFabric. An
+// exchange advances in steps, so one thread can drive several exchanges.
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -12,7 +12,7 @@
 
 namespace penstock::comm {
 
-// One message to a peer. The destructor withdraws a message that is not done.
+// One message to a peer. If the message is not done, the destructor withdraws it.
 class ShmSender {
  public:
   ShmSender(ShmFabric& fabric, int peer, uint32_t tag, std::vector<ShmSpan> spans);
@@ -56,7 +56,7 @@ class ShmReceiver {
   // Returns whether the message has been posted. Throws if the message can no longer arrive or has
   // the wrong size.
   bool meet();
-  // Copies the next bytes that have arrived to `to`, as many as fit. Returns the number of bytes.
+  // Copies into `to` the next bytes that have arrived, as many as fit. Returns the number of bytes.
   int64_t read(SpanCursor& to);
 
  private:
@@ -81,7 +81,7 @@ struct ShmWait {
 };
 
 // Used by one thread. All pieces from one rank to another form one message. If an exchange is
-// destroyed before it is done, the connections to the peers that it waited for are given up.
+// destroyed before it is done, it gives up the connections to the peers that it was waiting for.
 class ShmExchange {
  public:
   ShmExchange(ShmFabric& fabric, const std::vector<Piece>& sends,
@@ -89,13 +89,13 @@ class ShmExchange {
 
   bool done() const;
   bool advance();
-  // Returns whether every send has a slot and every message to receive has been found.
+  // Returns whether every message to send has a slot and every message to receive has been found.
   bool posted() const;
   // Blocks until the exchange is done. Throws if a peer is lost, if the limit is reached, or after
   // the fabric's end().
   void finish(const ShmWait& wait);
-  // Copies the next bytes of the message of `peer` into `to`. The whole message must be read this
-  // way. The memory of the message's receive pieces is not used.
+  // Copies the next bytes of the message from `peer` into `to`. The whole message must be read with
+  // this function. The memory of the message's receive pieces is not used.
   void read(int peer, SpanCursor& to, const ShmWait& wait);
 
  private:

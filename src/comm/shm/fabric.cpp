@@ -18,7 +18,7 @@ namespace penstock::comm {
 
 namespace {
 
-// Time for which the bell is polled before a sleep. To fall asleep and wake up takes about as long.
+// A thread polls the bell for this time before it sleeps. A sleep and a wake-up take about as long.
 constexpr std::chrono::microseconds kSpin{20};
 
 // FUTEX_PRIVATE_FLAG is not set: processes share the word.

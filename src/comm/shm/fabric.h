@@ -63,7 +63,7 @@ class ShmFabric {
   int take(int peer, uint32_t tag);
 
   void release(int from, int to, int slot);
-  // Returns the reason why messages to and from that peer fail, or "" if they do not fail.
+  // Returns the reason why messages to and from that peer fail, or "" if they work.
   std::string lost(int peer) const;
   void give_up(int peer);
 

@@ -1,7 +1,7 @@
 #pragma once
 // The layout of the memory that the ranks of one host share. Every word that two ranks may access
-// at once is atomic. All other memory has one writer, until an atomic word hands the memory over to
-// another thread.
+// at once is atomic. All other memory has one writer at a time; an atomic word hands the memory
+// over to another thread.
 //
 // [Note: Shared memory] Each ordered pair of ranks has a link with a few slots, and each slot holds
 // one message. The sender takes a free slot, describes the message in it, and posts it with its
@@ -47,7 +47,7 @@ enum class ShmState : uint32_t {
   kPosted,     // the receiver may take it
   kTaking,     // the receiver reads it
   kTaken,      // the receiver has read the sender's memory; the sender frees the slot
-  kWithdrawn,  // the sender gave up while the receiver read; the slot stays unused
+  kWithdrawn,  // the sender gave up while the receiver was reading; the slot stays unused
 };
 
 enum class ShmForm : uint32_t { kChunked, kSpans };
@@ -56,7 +56,7 @@ struct alignas(64) ShmSlot {
   uint64_t sequence = 0, bytes = 0;
   ShmForm form = ShmForm::kChunked;
   uint32_t num_spans = 0;
-  uint64_t spans_at = 0;  // address in the sender's memory, for lists longer than `spans`
+  uint64_t spans_at = 0;  // if the list is longer than `spans`: its address in the sender's memory
   std::array<ShmSpan, kInlineSpans> spans{};
   alignas(64) std::atomic<uint32_t> filled = 0;   // number of chunks filled so far
   alignas(64) std::atomic<uint32_t> emptied = 0;  // number of chunks emptied so far

@@ -99,8 +99,8 @@ bool ShmMessages::advance(std::deque<PendingMessage>& entries) {
 bool ShmMessages::advance(PendingMessage& entry, std::vector<PendingMessage*>& waiting) {
   const bool begun = entry.exchange && entry.exchange->posted();
   if (!begun) {
-    // Until they are posted, the receives of one tag keep their order, and so do all sends to one
-    // peer.
+    // All sends to one peer are posted in their order, and so are all receives from one peer that
+    // have the same tag.
     const Message& message = entry.message;
     const bool must_wait =
         std::any_of(waiting.begin(), waiting.end(), [&](const PendingMessage* before) {

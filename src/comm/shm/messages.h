@@ -30,7 +30,7 @@ class ShmMessages {
   };
   // Call after the fabric's end(), which makes messages in progress fail. Joins the thread.
   void close();
-  // Messages with one tag to one peer arrive in the order of these calls.
+  // Messages that have the same peer and the same tag arrive in the order of these calls.
   void add(const c10::intrusive_ptr<ShmWork>& work, const Message& message);
 
  private:

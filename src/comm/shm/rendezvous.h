@@ -1,5 +1,5 @@
 #pragma once
-// Sets up shared memory for the ranks of one host. The ranks find out through a store whether they
+// Sets up shared memory for the ranks of one host. The ranks use a store to find out whether they
 // can share memory. All ranks get the same answer.
 #include <chrono>
 #include <memory>

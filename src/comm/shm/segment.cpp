@@ -30,7 +30,8 @@ ShmSegment ShmSegment::make(const ShmShape& shape, uint64_t key) {
   if (made.file_ < 0) fail("memfd_create", errno);
   // Allocates the pages. If the file had holes and memory ran out, SIGBUS would kill a rank.
   const int error = posix_fallocate(made.file_, 0, shape.bytes());
-  if (error != 0) fail(concat("no ", format_bytes(shape.bytes()), " of shared memory"), error);
+  if (error != 0)
+    fail(concat("cannot allocate ", format_bytes(shape.bytes()), " of shared memory"), error);
   made.map(shape.bytes());
   // The header is written last, after the words that others will use.
   auto* header = new (made.memory_) ShmHeader;

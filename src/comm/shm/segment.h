@@ -1,8 +1,8 @@
 #pragma once
 // ShmSegment: memory that the ranks of one host share. It is a file without a name (memfd). The
 // other ranks open it through /proc while the rank that made it keeps it open. The kernel frees the
-// memory when the last process that mapped it ends, for any reason. So neither the size of /dev/shm
-// nor old files in /dev/shm matter.
+// memory when the last process that mapped it ends, for whatever reason. /dev/shm is not used, so
+// neither its size nor old files in it matter.
 #include <cstdint>
 #include <string>
 
@@ -10,15 +10,15 @@
 
 namespace penstock::comm {
 
-// Where another process finds the segment.
+// Tells another process where the segment is.
 struct ShmAddress {
   int64_t pid = 0;
   int file = -1;
   uint64_t key = 0;  // random; open() checks it, to reject any other file
 };
 
-// Move-only. Forked processes do not inherit the memory. make() allocates all memory and throws if
-// there is too little, so no later access can fail.
+// Move-only. Forked processes do not inherit the memory. make() allocates all of the memory, and
+// throws if there is too little. So no later access can fail.
 class ShmSegment {
  public:
   ShmSegment() = default;

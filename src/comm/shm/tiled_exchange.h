@@ -1,7 +1,7 @@
 #pragma once
 // ShmTiles: runs exchanges over a ShmFabric and gives the received data to a callback, tile by
-// tile. Tile buffers are kept for the next exchange, because writing to fresh memory is slower than
-// the copy itself. Usable from any thread.
+// tile. Tile buffers are kept for the next exchange, because the first write to newly allocated
+// memory takes longer than the copy itself. Usable from any thread.
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -17,7 +17,7 @@ class ShmTiles {
   // See Group::exchange_tiles().
   void exchange(ShmExchange& exchange, const TileSource& from, const ShmWait& wait,
                 const TakeTile& take);
-  // Returns the receive pieces of such an exchange, which have sizes but no memory.
+  // Returns the receive pieces of an exchange with this source. They have sizes but no memory.
   static std::vector<Piece> receives(const TileSource& from);
 
  private:

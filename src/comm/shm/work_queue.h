@@ -10,14 +10,14 @@
 
 namespace penstock::comm {
 
-// The work that a caller waits for. A separate thread completes it, or the caller itself does so
-// before add() returns.
+// The work object that a caller waits on. Another thread completes it, or the caller itself
+// completes it before add() returns.
 class ShmWork final : public c10d::Work {
  public:
   ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> results);
 
-  // Runs body() and completes the work. An exception of body() becomes the work's error. Call it
-  // once.
+  // Runs body() and completes the work. An exception of body() becomes the work's error. Must be
+  // called only once.
   void run(std::function<void()> body);
   void end(std::exception_ptr error);
   void set_source(int rank) { source_ = rank; }
@@ -32,8 +32,8 @@ class ShmWork final : public c10d::Work {
   int source_ = -1;
 };
 
-// Has one thread, which starts with the first asynchronous collective. Any thread may call the
-// methods.
+// The queue has one thread, which starts with the first asynchronous collective. Any thread may
+// call the methods.
 class ShmQueue {
  public:
   ShmQueue() = default;

@@ -1,6 +1,6 @@
 #pragma once
-// The config keys that the C++ front reads. Only the Python front implements all other keys, so
-// without a check the C++ front would silently ignore them.
+// The config keys that the C++ front reads. All other keys are implemented only by the Python
+// front. Without a check, the C++ front would silently ignore them.
 #include <span>
 
 #include "penstock/config.h"
@@ -15,8 +15,8 @@ struct ConfigKey {
 // Every key of Config::json(), by path.
 std::span<const ConfigKey> config_keys();
 
-// Throws ConfigError with key, value and remedy if `config` has a value, other than the default,
-// that only the Python front reads.
+// Throws ConfigError with key, value and remedy if `config` sets a key that only the Python front
+// reads to a value other than the default.
 void refuse_unread_keys(const Config& config);
 
 }  // namespace penstock::engine

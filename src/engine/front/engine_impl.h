@@ -25,12 +25,12 @@ struct Engine::Impl {
   std::optional<engine::PipelineRunner> stages;                    // set if mesh.pipeline > 1
 
   OptimizerConfig settings() const;  // settings of the next step
-  // Returns the model's buffers, and `generator` (a random generator's state) as the tensor of rank
-  // `of_rank`.
+  // Returns the model's buffers, and also `generator` (the state of a random generator), which is
+  // saved as the tensor of rank `of_rank`.
   std::vector<CheckpointTensor> tensors(const at::Tensor& generator, int of_rank) const;
   // Runs a forward of the model or of one pipeline stage, between the root's begin and end events.
   at::Tensor run(const std::function<at::Tensor()>& forward);
-  // [all ranks] Returns the mean over the ranks that have losses.
+  // [all ranks] Returns the mean of the losses, over the ranks that have losses.
   double mean(const std::vector<at::Tensor>& losses) const;
 };
 

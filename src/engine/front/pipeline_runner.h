@@ -2,10 +2,10 @@
 // PipelineRunner: runs a pipeline's stages in the C++ front. Used only by the model's thread.
 //
 // [Note: A stage's forward] Each rank runs the model's own forward for each of its stages. A unit
-// of an earlier stage returns a stand-in, a tensor of the meta device without values. In the inputs
-// of the stage's first unit, the values that the previous stage sent replace the stand-ins. The
-// first unit of the next stage ends the forward with an exception, and that unit's inputs are sent
-// to the next stage.
+// of an earlier stage returns a stand-in, a tensor of the meta device without values. When the
+// stage's first unit is called, the stand-ins in its inputs are replaced by the values that the
+// previous stage sent. When the first unit of the next stage is called, its inputs are sent to the
+// next stage, and an exception ends the forward.
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -36,7 +36,7 @@ class PipelineRunner {
 
   // Returns whether the module belongs to one stage.
   bool has(const torch::nn::Module& module) const { return stage_of_.contains(&module); }
-  // Handles a call of such a module ([Note: A stage's forward]).
+  // Handles a call of a module that belongs to one stage ([Note: A stage's forward]).
   at::Tensor call(const torch::nn::Module& module, const Tensors& inputs,
                   const std::function<at::Tensor(const Tensors&)>& forward);
   // Gives PipelineRanks the buffers that each stage owns. Must be called before close().

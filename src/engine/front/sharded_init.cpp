@@ -199,7 +199,7 @@ void ShardedInit::read_from(const at::Tensor& tensor, const FileValues& values,
                             const InitPlace& place) {
   ShardPart& part = holds(tensor) ? state_->of(tensor) : state_->add(tensor, place);
   PENSTOCK_ASSERT(tensor.numel() == part.numel && tensor.is_contiguous(),
-                  "[engine::ShardedInit] the tensor is not all of its storage");
+                  "[engine::ShardedInit] the tensor does not fill its storage");
   Impl::let_go(part);
   part.place->tiers.host.trim();
   part.file = values;

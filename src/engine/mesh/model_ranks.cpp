@@ -68,7 +68,7 @@ SequenceAxis::SequenceAxis(Members ranks, Connect connect)
 void SequenceAxis::arrange(int num_neighbours) {
   const int count = ranks_.size(), size = num_neighbours;
   PENSTOCK_ASSERT(size > 0 && count % size == 0 && peers().size() == 1,
-                  concat("[engine::SequenceAxis] groups of ", size, " of ", count, " ranks"));
+                  concat("[engine::SequenceAxis] groups of ", size, " ranks from ", count));
   const int place = ranks_.index % size, group = ranks_.index / size;
   Members neighbours{{}, place}, ring{{}, group};
   for (int i = 0; i < size; ++i) neighbours.ranks.push_back(ranks_.ranks[group * size + i]);

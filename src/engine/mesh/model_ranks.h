@@ -41,8 +41,8 @@ class TensorAxis {
   // Returns all tensor ranks for an exchange called `name`.
   parallel::OperatorPeers all(const std::string& name) const { return {peers_, name}; }
   // Must be called before an update of `units`. Throws RuntimeFault if a cut module was never
-  // called: in that case other code may read its weight directly and use a part as if it were the
-  // full tensor. If several stages have the module, this stage need not call it unless the module's
+  // called: other code may then read the module's weight directly, and use the part as if it were
+  // the full tensor. A module that several stages have needs a call in this stage only if its
   // weight has a gradient here.
   void check_called(const std::vector<exec::UnitState>& units) const;
 
@@ -58,8 +58,9 @@ class TensorAxis {
   std::map<int, size_t> uncalled_;
 };
 
-// The ranks of one sequence, in groups of neighbours. In attention, neighbours exchange tokens for
-// heads, and keys and values travel around the ranks that have the same place in their groups.
+// The ranks of one sequence, in groups of neighbours. In attention, the ranks of a group exchange
+// values, so that each rank has fewer heads but more tokens. Keys and values travel around a ring:
+// the ranks that have the same place in their groups.
 class SequenceAxis {
  public:
   using Connect =
@@ -73,14 +74,14 @@ class SequenceAxis {
   const std::shared_ptr<parallel::Peers>& ring() const;        // there must be several groups
   std::vector<parallel::Peers*> peers() const;
   // Compares values, `text` and the exchanges on the device so far. Returns the first rank that
-  // differs from the first one (< 0: none).
+  // differs from the first rank of the sequence (< 0: none).
   int compare(const std::vector<at::Tensor>& values, const std::string& text) const;
 
  private:
   const Members ranks_;
   const Connect connect_;
   std::shared_ptr<parallel::Peers> all_;
-  std::shared_ptr<parallel::Peers> neighbours_, ring_;  // null if this would be one rank
+  std::shared_ptr<parallel::Peers> neighbours_, ring_;  // null if it would have only one rank
 };
 
 // The members are set only if their axis has several ranks.
@@ -92,7 +93,7 @@ struct ModelRanks {
 
   void set_step(int64_t step);
   void record(const std::shared_ptr<trace::Recorder>& recorder);
-  // Called before each exchange of layers.
+  // Called before each exchange that layers make with tensor or sequence ranks.
   using Watch = std::function<void(const LayerExchange& made, const comm::Label& label)>;
   void watch(Watch watch);
   void watch_new();  // must be called when peers were added

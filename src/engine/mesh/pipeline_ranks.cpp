@@ -29,11 +29,11 @@ std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
   if (trains && state_->window->seen() > 0 && !state_->window->armed()) {
     const int64_t seen = state_->window->seen();
     throw RuntimeFault(
-        concat("[front::train_batch] the last window was not applied: of this rank's ",
-               state_->window->accumulate(), " backwards, only ", seen,
-               " reached a trainable parameter (here or on another rank). Before train_batch(), "
-               "call step(True), which averages over those ",
-               seen, ", or zero_grad()"));
+        concat("[front::train_batch] the last window was not applied, because only ", seen,
+               " of this rank's ", state_->window->accumulate(),
+               " backwards reached a trainable parameter (here or on another rank). Before "
+               "train_batch(), call zero_grad(), or call step(True) to average over the ",
+               seen, " backwards"));
   }
   Core::State::Planning{*state_}.begin_window(schedule, trains);
   std::vector<StageAction> actions;

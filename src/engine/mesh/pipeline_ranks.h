@@ -1,6 +1,6 @@
 #pragma once
-// PipelineRanks: ranks that compute one model one after another. Each rank computes one or more
-// stages (config keys "mesh.pipeline" and "parallel"). Docs: docs/parallel.md.
+// PipelineRanks: the ranks that compute successive parts of one model. Each rank computes one or
+// more stages (config keys "mesh.pipeline" and "parallel"). Docs: docs/parallel.md.
 #include <ATen/core/Tensor.h>
 
 #include <memory>
@@ -25,7 +25,7 @@ struct StageAction {
   int micro = 0;
 };
 
-// A module's buffer. Forwards of its stage may change it.
+// A module's buffer. A forward of the stage may change its values.
 struct StageBuffer {
   std::string name;
   int stage = 0;

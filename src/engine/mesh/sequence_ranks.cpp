@@ -52,12 +52,12 @@ void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
   const int different = state_->model_ranks.sequence->compare(inputs, others);
   if (different < 0) return;
   throw RuntimeFault(
-      concat("[engine::forward] ", count(),
-             " ranks have parts of the same sequences (mesh.sequence), but in the group of rank ",
-             state_->group->rank(), " sequence rank ", different,
-             " was given different inputs from sequence rank 0",
+      concat("[engine::forward] in the group of rank ", state_->group->rank(), ", sequence rank ",
+             different, " was given different inputs from sequence rank 0",
              state_->tiers.computes.is_host() ? "" : ", or made different exchanges before",
-             ". Choose samples by engine.data_rank and engine.data_size, not by the rank"));
+             ". The ", count(),
+             " ranks of a group have parts of the same sequences (mesh.sequence). Choose samples "
+             "by engine.data_rank and engine.data_size, not by the rank"));
 }
 
 }  // namespace penstock

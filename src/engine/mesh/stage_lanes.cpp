@@ -40,8 +40,8 @@ StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& membe
   connect(!computes.is_host() && group->device_groups());
 }
 
-// Messages may connect, which waits for the other end. All ranks connect in the order of the pairs
-// of neighbours, so no ranks wait for each other in a circle.
+// The constructor of Messages may connect, and then waits for the other rank. All ranks connect in
+// the order of the pairs of neighbours, so no ranks wait for each other in a circle.
 void StageLanes::connect(bool one_lane_for_both) {
   const int size = members_.size();
   const auto add_lane = [&](const char* row) { return &lanes_.emplace_back(computes_, row); };
@@ -100,8 +100,8 @@ bool StageLanes::post(StageLane& lane) {
 void StageLanes::begin(const Schedule& schedule) {
   if (open_) {
     throw RuntimeFault(
-        "[engine::train_batch] the previous batch was cut short by an error, and messages between "
-        "stages are still in flight. close() this engine");
+        "[engine::train_batch] an error ended the previous batch, and messages between stages are "
+        "still in flight. Call close() on this engine");
   }
   const int size = members_.size(), index = members_.index;
   open_ = true;

@@ -3,13 +3,14 @@
 // them, so messages travel while stages compute. Used only by the model's thread.
 //
 // [Note: No deadlock] A lane carries its messages in the order of in_rounds(), which both ends
-// know. A message waits only for the lane's earlier messages and for its other end. This rank posts
-// a receive at the latest when it needs the message or sends a later message of the lane. Each
-// message is made by an action, and all that it waits for was made by earlier actions of
-// in_rounds(). So lanes add no waits in a circle. Through host memory, each direction between two
+// know. A message waits only for the lane's earlier messages and for the rank at the other end.
+// This rank posts a receive at the latest when it needs the message or sends a later message of the
+// lane. Each message comes from an action, and waits only for messages from earlier actions of
+// in_rounds(). So lanes add no circular waits. Through host memory, each direction between two
 // ranks is a lane. On a device, both directions are one lane: NCCL requires that two ranks launch
-// the collectives of all their communicators in one order ([Note: Launch order]). No other
-// collectives of these two ranks are in flight then: what stages share is summed after the window.
+// the collectives of all their communicators in one order ([Note: Launch order]). These two ranks
+// have no other collectives in flight during a window: gradients of weights that stages share are
+// summed after it.
 #include <deque>
 #include <map>
 #include <memory>

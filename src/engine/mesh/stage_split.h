@@ -9,10 +9,10 @@
 
 namespace penstock::engine {
 
-// A module that one stage computes. It is a block, or a layer outside of blocks that keeps buffers
-// or is large enough for a unit (including its tied weights). All smaller modules are on every
-// stage, and so are parameters that a module around pieces owns directly. A stage computes with
-// them whenever its forward calls them.
+// A module that one stage computes. It is a block, or a layer outside the blocks that meets one of
+// two conditions: it keeps buffers, or it is large enough for a unit (tied weights count). All
+// other layers are on every stage, and so are parameters that belong directly to a module that
+// encloses pieces. A stage computes with them whenever its forward calls them.
 struct StageModule {
   std::string module;
   int stage = 0;

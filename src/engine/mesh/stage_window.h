@@ -21,16 +21,18 @@ class StageWindow {
 
   int index() const { return index_; }
   const std::vector<int>& stages() const { return own_; }  // of this rank, in ascending order
-  // Returns what the ranks compute with `num_micro` micro-batches. An evaluation has the forwards
-  // of "gpipe". Throws ConfigError if the schedule does not allow this number.
+  // Returns the actions of all ranks for `num_micro` micro-batches. An evaluation (`trains` is
+  // false) has only the forwards of the schedule "gpipe". Throws ConfigError if the schedule does
+  // not allow this number.
   Schedule schedule(int num_micro, bool trains) const;
   // Returns the model with the visits of this rank's stages, stage by stage. The root and the units
   // in `spanning` have visits in every stage.
   ModelDesc by_stage(ModelDesc model, const std::vector<int>& spanning) const;
 
-  // Begins a window. Returns whether it trains in another order than the last one that trained.
+  // Begins a window. Returns true if it trains and its schedule differs from that of the last
+  // training window.
   bool begin(const Schedule& schedule, bool trains);
-  // The schedule of the last window that trained; without ranks before the first one.
+  // The schedule of the last training window. Before the first one, it has no ranks.
   const Schedule& trained() const { return trained_; }
 
   // One of this rank's actions.
@@ -39,10 +41,10 @@ class StageWindow {
     int stage = 0;
     bool trains = false;  // the window trains
   };
-  // The window's next action begins. Throws RuntimeFault if it is another one.
+  // Begins `action`. Throws RuntimeFault if it is not the window's next action.
   void start(const Action& action);
-  // Returns the action in progress. Returns nothing outside of windows, and if the action in
-  // progress has the other direction.
+  // Returns the action in progress if it has this direction. Otherwise, and outside of windows,
+  // returns nothing.
   std::optional<StageTurn> now(bool forward) const;
   // Returns whether the action in progress computes with the unit. The modules of other stages are
   // called, too, and return stand-ins. Returns true outside of windows.

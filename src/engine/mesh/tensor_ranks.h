@@ -29,8 +29,8 @@ struct TensorModule {
 };
 
 // A view of a core with mesh.tensor > 1, for the model's thread. All tensor ranks make the same
-// calls in the same order, inside the model's forward. A backward makes its own exchanges. Second
-// derivatives throw RuntimeFault.
+// calls in the same order, inside the model's forward. The operators also make the exchanges of
+// their backward. Second derivatives throw RuntimeFault.
 class PENSTOCK_API TensorRanks {
  public:
   // Throws ConfigError if nothing is cut.
@@ -66,10 +66,12 @@ class PENSTOCK_API TensorRanks {
   at::Tensor embedding(const TensorModule& how, const at::Tensor& ids, const at::Tensor& weight,
                        int64_t padding_idx) const;
   // Throws RuntimeFault on all tensor ranks if the inputs of a forward (the tensors' values or the
-  // text `others`) differ between ranks. Returns whether all ranks have the same `draws`.
+  // text `others`) differ between ranks. Returns whether `draws` (the state of random number
+  // generators) is the same on all ranks.
   bool compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                const std::string& draws) const;
-  // While set, exchanges do not count as those of the model's layers: they serve to check rules.
+  // While set, exchanges do not count as exchanges of the model's layers, because they only check
+  // rules.
   void set_checking(bool checks) const;
   // The cuts of all parameters whose cut is not kWhole, by name.
   const std::map<std::string, Cut>& cuts() const;

@@ -11,8 +11,8 @@ namespace penstock::engine {
 
 namespace {
 
-// Points a parameter to `storage`, and does not replace autograd's node for its gradient. So when
-// the parameter is this rank's part again, earlier graphs are valid again.
+// Points a parameter to `storage` without replacing its gradient accumulator. So earlier graphs
+// become valid again when the parameter is this rank's part again.
 void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayRef sizes) {
   at::Tensor window = at::empty({0}, param.options().requires_grad(false));
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -106,7 +106,7 @@ std::string WholeParams::edited(int unit) {
     }
     const at::Tensor seen = executor_.values().part_of(slot, slot.param.detach());
     const at::Tensor kept = part(*one.flat, slot);
-    // Compares bits, so that an unchanged NaN is equal.
+    // Compares bits, so that an unchanged NaN counts as equal.
     const bool same = seen.sizes() == kept.sizes() && seen.scalar_type() == kept.scalar_type() &&
                       at::equal(seen.contiguous().view(at::kByte), kept.view(at::kByte));
     if (!same) name = slot.name;

@@ -17,7 +17,7 @@ class WholeParams {
   // [all ranks] Points the unit's parameters to full tensors. Parameters of this stage must be
   // gathered.
   void show(int unit);
-  // [all ranks] Copies rank 0's values to every rank's parts in the copy that forward and backward
+  // [all ranks] Writes rank 0's values into each rank's part, in the copy that forward and backward
   // use.
   void write(int unit);
   // Returns the first shown parameter whose values differ from this rank's part, or "".

@@ -57,8 +57,8 @@ at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
 void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
                 at::IntArrayRef sizes) {
   const auto options = param.options().device(storage.device()).dtype(dtype).requires_grad(false);
-  // set_data() drops autograd's node, which expects the old sizes, only if the dtype changes. So
-  // the dtype is changed temporarily.
+  // The gradient accumulator expects the old sizes, and set_data() drops it only if the dtype
+  // changes. So the dtype is changed temporarily.
   if (param.sizes() != sizes) device::set_data(param, at::empty({0}, options.dtype(at::kDouble)));
   at::Tensor window = at::empty({0}, options);
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
@@ -109,9 +109,9 @@ void refuse_nonfinite(const exec::Flat& flat, const at::Tensor& values) {
     if (bad < slot.offset || bad >= slot.offset + slot.numel) continue;
     throw ConfigError(
         concat("[engine::initialize] parameter \"", slot.name,
-               "\" has a value that is not finite, which would make the values "
-               "beside it NaN on a lossy wire of parameters (comm.codec, "
-               "table.wire.param or table.wire.publish). Make it a buffer, or use the plain wire"));
+               "\" has a value that is not finite. A lossy wire of parameters (comm.codec, "
+               "table.wire.param or table.wire.publish) would make the values beside it NaN. Make "
+               "the parameter a buffer, or use the plain wire"));
   }
 }
 
@@ -172,8 +172,8 @@ void Adoption::check_moments(const Config& config, bool external_optimizer) cons
                            "\", but bf16 moments (optimizer.moments_dtype) do not work with ",
                            external_optimizer
                                ? "an optimizer of your own, which keeps its state itself"
-                               : concat(kind.name, ", whose state has to be fp32"),
-                           ". Leave it at \"fp32\""));
+                               : concat(kind.name, ", whose state must be fp32"),
+                           ". Use fp32 moments"));
 }
 
 void Adoption::take(const ModelTree& tree, const Config& config,
@@ -205,8 +205,8 @@ void Adoption::take(const ModelTree& tree, const Config& config,
   }
 }
 
-// [all ranks] Returns one character per flat: '1' if the flat's parameters have its low-precision
-// dtype already, on every rank. Their values can then be sent in that dtype.
+// [all ranks] Returns one character per flat: '1' if, on every rank, the flat's parameters already
+// have the flat's low-precision dtype. Their values can then be sent in that dtype.
 std::string Adoption::narrow_flats() {
   std::string mine;
   bool any_low = false;

@@ -1,6 +1,6 @@
 #pragma once
-// Adoption: takes a model's parameters into the executor's flats and makes them windows ([Note:
-// Windows]). Without a call of commit(), the adoption is undone.
+// Adoption: moves a model's parameters into the executor's flats and makes each parameter a window
+// ([Note: Windows]). If commit() is not called, the adoption is undone.
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,10 +22,10 @@ void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes, c1
 void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
                 at::IntArrayRef sizes);
 
-// Exists while an engine is set up, on the thread that sets it up. Executor and tiers must outlive
-// it. If commit() was not called, the destructor releases the model. It removes the swap files and
-// the parameters' windows into memory that will be freed; reading such a parameter then raises an
-// error.
+// Used while an engine is set up, by the thread that sets it up. The executor and the tiers must
+// outlive this object. If commit() was not called, the destructor releases the model: it removes
+// the swap files, and the windows of parameters into memory that will be freed. Reading such a
+// parameter then raises an error.
 class Adoption {
  public:
   Adoption(exec::Executor& executor, mem::Tiers& tiers) : executor_(executor), tiers_(tiers) {}

@@ -1,6 +1,5 @@
 #pragma once
-// The tensors of a checkpoint that the front keeps: buffers, generators, the state of a user's
-// optimizer.
+// The front's tensors in a checkpoint: buffers, generators, the state of a user's optimizer.
 #include <vector>
 
 #include "penstock/checkpoint.h"

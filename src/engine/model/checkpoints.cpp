@@ -125,8 +125,8 @@ void say_passed_over(const std::string& path, const std::string& why) {
 void say_lost_residuals(const std::string& path) {
   std::fprintf(
       stderr,
-      "penstock: checkpoint \"%s\" has residuals, the rounding errors that later gradients "
-      "make good. This run has no table.residual.rest, so they are lost\n",
+      "penstock: checkpoint \"%s\" has residuals (rounding errors that a later sum of gradients "
+      "adds). This run has no table.residual.rest, so these residuals are lost\n",
       path.c_str());
 }
 
@@ -173,7 +173,7 @@ std::string Core::State::Checkpointing::refusal(bool in_window) const {
         "[engine::save] save() was called in the middle of a window, so the gradients of ", seen,
         " of ", state.config.batch.accumulate,
         " backwards would be lost. Save after step() (force=True closes a window early), "
-        "drop the gradients with zero_grad(), or pass in_window=True, which leaves them out");
+        "drop the gradients with zero_grad(), or pass in_window=True to save without them");
   }
   if (std::any_of(state.progress.begin(), state.progress.end(),
                   [](const auto& unit) { return unit.written > 0; })) {

@@ -53,9 +53,9 @@ void LentShards::hide() {
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
     device::set_guard(
         *storage, concat("[engine::shards] the optimizer's shard of \"", shard.name,
-                         "\" was read or written outside step(), where it has no memory. Read or "
-                         "write the shards inside the optimizer's step() or in a public method "
-                         "of its class, and the model's parameters inside "
+                         "\" was read or written outside step(), where it has no memory. Use the "
+                         "shard inside the optimizer's step() or in a public method of its "
+                         "class. Use the model's parameter inside "
                          "engine.gathered(write=True)"));
   }
 }

@@ -17,7 +17,7 @@ void own_values(const at::Tensor& param, const at::Tensor& values);
 // [Note: Lent shards] A user's optimizer has this rank's fp32 shards in its parameter groups. The
 // shards have memory only inside step() and inside a call of Values::change_shards(), which
 // publishes what the optimizer wrote. At any other time, reading or writing a shard raises an
-// error, so no edit can stay on one rank or miss the parameters.
+// error, so no edit can stay on one rank only or fail to reach the parameters.
 class LentShards {
  public:
   void add(const std::string& name, const at::Tensor& master);

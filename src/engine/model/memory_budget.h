@@ -33,8 +33,8 @@ AvailableMemory find_room(const Config& config, const ModelTree& tree);
 // free memory, and the ranks of a device divide that device's free memory. Every rank gets the
 // smallest of these shares.
 Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by_rank);
-// Returns the room on machines whose free memory is unknown here: only the budgets of device and
-// host.
+// Returns the room on machines whose free memory is unknown here. Only the budgets for device and
+// host memory limit it.
 Room room_of(const MemoryConfig& budgets);
 
 // Returns the folders of the swap files.

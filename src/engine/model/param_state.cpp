@@ -81,7 +81,7 @@ struct Values::ParamState {
     }
   }
 
-  // With deltas, masters do not show later which parameters were edited.
+  // With deltas, edits must be taken now, because masters do not show later what was edited.
   void take_edits() const {
     if (!state.executor->table().keeps_base()) return;
     const std::vector<exec::UnitState>& units = state.executor->units();
@@ -129,7 +129,7 @@ struct Values::ParamState {
   }
   ConfigError unknown() const {
     return ConfigError(concat("[engine::state] the engine keeps no \"", role, "\" of \"", name,
-                              "\": the parameter is frozen, or the optimizer keeps none"));
+                              "\": the parameter is frozen, or the optimizer has no such state"));
   }
 
   bool is_count() const { return role == kStep && kind().counts_steps && state.lent.empty(); }
@@ -354,7 +354,7 @@ void Values::set_state(const std::string& param, const std::string& role,
   }
   problem = engine::first_problem(*state_->executor, "set state", problem);
   if (!problem.empty()) throw ConfigError(problem);
-  // A copy: the user may change pinned memory while it is still sent to a device.
+  // This is a copy, because the user may change pinned memory while it is sent to a device.
   const at::Tensor full =
       values.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
   const uint64_t hash = hash_text({static_cast<const char*>(full.const_data_ptr()), full.nbytes()});

@@ -77,7 +77,7 @@ ResidualParts ResidualState::parts() const {
     const std::string label = concat("read u", unit, " residual");
     found.push_back(part(unit, *flat, executor_.values().residuals().mean(*flat, label)));
   }
-  // Stages meet for the weights that they share, in one order.
+  // The stages that share a weight exchange its residual. All stages follow one order of weights.
   std::vector<const ResidualPart*> in_order;
   for (const auto& one : found) in_order.push_back(one.get());
   std::sort(in_order.begin(), in_order.end(), [](const auto* one, const auto* other) {

@@ -1,6 +1,7 @@
 #pragma once
 // Residuals of a lossy wire in checkpoints and in param_state() ([Note: Residuals]). The values are
-// what the residual still adds to the averaged gradient of an update, in fp32.
+// in fp32. They are the amounts that the residual will add to the averaged gradient of a later
+// update.
 #include <memory>
 #include <utility>
 #include <vector>
@@ -27,7 +28,7 @@ struct ResidualPart {
 
 using ResidualParts = std::vector<std::unique_ptr<ResidualPart>>;
 
-// Returns the divisor of the sums of a full window, but for the loss scale.
+// Returns the divisor of the gradient sums of a full window, without the loss scale.
 double residual_divisor(const Config& config);
 
 // `divisor`: residual_divisor().
@@ -36,7 +37,8 @@ class ResidualState {
   ResidualState(exec::Executor& executor, int rank, double divisor)
       : executor_(executor), rank_(rank), divisor_(divisor) {}
 
-  // [all ranks] Returns the parts of the residuals that are not zero on all ranks.
+  // [all ranks] Returns this rank's parts of the residuals. Leaves out residuals that are zero on
+  // every rank.
   ResidualParts parts() const;
   // [all ranks] Returns the tensors to save.
   std::vector<ckpt::Extra> to_save(const ckpt::GlobalOf& names) const;
@@ -47,9 +49,9 @@ class ResidualState {
   // Returns the pieces of these parts that the checkpoint has. They share memory with the parts.
   std::vector<ckpt::Extra> wanted(const ResidualParts& parts, const ckpt::Manifest& manifest,
                                   const ckpt::GlobalOf& names) const;
-  // Replaces all residuals: by these parts and, where there is none, by zeros.
+  // Replaces all residuals by these parts. A residual without a part becomes zero.
   void take(const ResidualParts& parts) const;
-  // Returns whether the checkpoint has residuals for which this run has no use.
+  // Returns whether the checkpoint has residuals that this run cannot use.
   bool loses(const ckpt::Manifest& manifest) const;
 
  private:

@@ -53,7 +53,7 @@ struct Core::State::Closing {
 std::string Core::State::Closing::drained(bool last) {
   try {
     state.executor->drain(last);
-    // If an update was not made, its reads may still be in progress.
+    // If an update did not run, its reads may still be in progress.
     if (state.tiers.disk) state.tiers.disk->wait_for_all();
     return "";
   } catch (const std::exception& error) {  // a call that waited has already thrown it
@@ -232,7 +232,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   // A background save reads buffers that are freed below, so it must end first.
   const bool all_come = gather && why.empty() && !faulted;
   const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();
-  if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
+  if (!unsaved.empty()) std::fprintf(stderr, "penstock: save() failed: %s\n", unsaved.c_str());
   const bool deltas = executor->table().keeps_base();  // [Note: Deltas]
   const bool apart = deltas || !executor->table().rests_whole() || model_ranks.tensor.has_value() ||
                      executor->mesh().size(Axis::kPipeline) > 1;
@@ -268,11 +268,8 @@ std::string Core::State::close(bool gather, const std::string& why) {
   }
   if (!closing.stale.empty()) throw RuntimeFault(closing.stale);
   if (!closing.torn.empty()) {
-    throw RuntimeFault(
-        concat("[engine::close] a rank failed while ", closing.torn,
-               ", was in progress, so some parameters mix values of two steps. Load a "
-               "checkpoint (",
-               first, ")"));
+    throw RuntimeFault(concat("[engine::close] a rank failed during ", closing.torn, " (", first,
+                              "), so some parameters mix values of two steps. Load a checkpoint"));
   }
   if (!gather || first.find(kUpdateRaised) == std::string::npos) return "";
   return concat("a step was cut short (", first,

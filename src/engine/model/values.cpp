@@ -121,8 +121,8 @@ at::Tensor Values::gradient(const std::string& param) {
 
 namespace {
 
-// [all ranks] Returns the names of the parameters that got a gradient on any rank in this window,
-// or only `only` if it is not empty.
+// [all ranks] Returns the names of the parameters that got a gradient on any rank in this window.
+// If `only` is not empty, considers only this parameter.
 std::set<std::string> reached(exec::Executor& executor, const tiles::TiledWeights& tiled,
                               const std::string& only) {
   std::vector<std::string> mine;
@@ -144,8 +144,8 @@ std::set<std::string> reached(exec::Executor& executor, const tiles::TiledWeight
 
 }  // namespace
 
-// [all ranks] Returns the gradients of all parameters that have one, or of parameter `only` if it
-// is not empty.
+// [all ranks] Returns the gradients of all parameters that have one. If `only` is not empty,
+// considers only this parameter.
 std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::string& only) {
   state_->check_open("full_grads");
   state_->look_at_gradients(false);
@@ -444,7 +444,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
   if (!units.empty() && state_->moves_params) {
     take_turn(state_->group->board(), "gathered", "called gathered()");
   }
-  // [Note: Deltas] Not inside a forward or backward, which computes with what was published.
+  // [Note: Deltas] A forward or backward computes with the published values, so none may be open.
   if (write && executor.table().keeps_base() && !state_->driver->section()) {
     exec::publish_exactly(executor, units);
   }

@@ -63,15 +63,16 @@ class PENSTOCK_API Values {
   // what to do.
   void set_closed_by(const std::string& text);
 
-  // [all ranks] Returns the state that is kept for one parameter between steps: "param" (its
-  // master) or a moment by torch's name ("exp_avg"), in fp32 and in the parameter's shape; or
-  // "step", a scalar, which is its number of updates. Throws ConfigError if no such state is kept.
+  // [all ranks] Returns state that is kept for one parameter between steps. `role` is "param" (the
+  // master), a moment by torch's name ("exp_avg"), or "step". "step" is a scalar, the parameter's
+  // number of updates; the others are fp32 tensors with the parameter's shape. Throws ConfigError
+  // if no such state is kept.
   at::Tensor state(const std::string& param, const std::string& role);
   // [all ranks] Replaces the state that state() returns with `values`, which must be equal on every
   // rank.
   void set_state(const std::string& param, const std::string& role, const at::Tensor& values);
-  // Returns the index of the first element of this rank's part of the state, and a copy of the
-  // part, which may be empty.
+  // Returns this rank's part of the state: the index of its first element, and a copy of it
+  // (possibly empty).
   std::pair<int64_t, at::Tensor> local_state(const std::string& param, const std::string& role);
   // [all ranks] Replaces this rank's part of the state.
   void set_local_state(const std::string& param, const std::string& role, const at::Tensor& values);
@@ -116,8 +117,9 @@ class PENSTOCK_API Values {
   std::shared_ptr<Core::State> state_;
 };
 
-// Must follow Values::gather(). A view of a parameter that is taken from then on keeps the values
-// that it has when the units are released, in a copy. Otherwise reading it then is an error.
+// Must follow Values::gather(). Concerns views of a parameter that are taken after this call. When
+// the units are released, such a view gets a copy of the values that it has. Without this call,
+// reading the view after the release is an error.
 PENSTOCK_API void keep_views(Values& values, const std::vector<int>& units);
 
 // [all ranks] Must follow Values::release() with `write`. `loaded` has the values that were copied

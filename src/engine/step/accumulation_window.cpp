@@ -43,12 +43,12 @@ constexpr std::array<CallRule, 9> kRules = {{
      "step()"},
     {Call::kSetGrads, kComplete, kNone, kNone, kNone, Count::kKeep,
      "[engine::set_grads] the gradients of the window are not complete. Call set_grads() after the "
-     "window's last backward() and before step(). It replaces the gradients that backwards gave, "
-     "so it does not work in a loop that calls only torch.autograd.grad()"},
+     "window's last backward() and before step(). set_grads() replaces the gradients of backward() "
+     "calls, so it does not work in a loop that calls only torch.autograd.grad()"},
     {Call::kStep, kSeen | kArmed, kNone, kNone, kNone, Count::kKeep,
      "[engine::step] step() was called, but since the last step no backward has reached a "
-     "parameter of the model. Call engine.backward(loss) first, which counts even if the loss is "
-     "not connected to the model, or add 0 * output.sum() to such a loss"},
+     "parameter of the model. Call engine.backward(loss) first; it counts even if the loss is not "
+     "connected to the model. Or add 0 * output.sum() to such a loss"},
     {Call::kUpdate, kNone, kArmed, kNone, kForwarded, Count::kClear,
      "[engine::step] the last backward ended with an error, so its window was dropped. Run the "
      "window again"},

@@ -9,8 +9,8 @@
 //
 // Users may leave this path, for example by several forwards, more than k backwards, or a forced
 // step. So a window is a set of facts. The table in accumulation_window.cpp has a row for each
-// call. A row lists the facts that the call needs, the facts that it changes, and the text of the
-// error if it is refused.
+// call. A row lists the facts that the call needs, the facts that it changes, and the error text
+// for a refused call.
 #include <cstdint>
 #include <string>
 #include <vector>

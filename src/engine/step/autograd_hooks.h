@@ -9,7 +9,7 @@
 
 namespace penstock::engine {
 
-// Returns true inside a backward, including a forward that activation checkpointing recomputes.
+// Returns true inside a backward, also while activation checkpointing recomputes a forward in it.
 bool in_backward();
 
 // Returns true inside torch.autograd.grad(), which returns gradients and accumulates none.

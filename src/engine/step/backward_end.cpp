@@ -35,7 +35,7 @@ void Core::State::BackwardEnd::after_error(const char* call, bool drops) {
                               "of its window are incomplete. Call zero_grad(), which drops them, "
                               "and run the window again"));
   }
-  state.raised = Raised::kByEngine;  // if a peer is lost in the moves that are left
+  state.raised = Raised::kByEngine;  // stays if the remaining moves throw
   state.open_units.clear();
   for (Progress& unit : state.progress) unit.forwards = 0;
   state.driver->finish();

@@ -22,9 +22,9 @@ struct Core::State::BackwardEnd {
   };
 
   // Must run before a call that changes the window. If model code raised in the last backward, that
-  // backward ends here. As in torch, its gradients stay, and it counts as a backward. If the
-  // engine raised, some sums are incomplete. Then this call drops the window if `drops` is set and
-  // the window has no other backward. Otherwise it throws RuntimeFault until zero_grad() is called.
+  // backward ends here. As in torch, its gradients stay, and it counts as a backward. If the engine
+  // raised in it, some sums are incomplete. In that case, drops the window if `drops` is set and
+  // the window has no other backward; if not, throws RuntimeFault until zero_grad() is called.
   void after_error(const char* call, bool drops);
   // Counts the last backward if it reached no hook of this rank. Returns whether that backward was
   // counted.

@@ -39,8 +39,8 @@ void CallingThread::begin_call(const std::string& call, const Begin& begin) {
       const std::lock_guard lock(mutex_);
       refused_ = this_thread();
     }
-    throw RuntimeFault(concat("[engine::", call, "] thread ", own, " began a ", call,
-                              " while thread ", theirs.empty() ? "of autograd" : theirs,
+    throw RuntimeFault(concat("[engine::", call, "] thread ", own, " began a ", call, " while ",
+                              theirs.empty() ? "autograd's thread" : "thread " + theirs,
                               " was in a ", other.call,
                               " of the same engine. Use the engine in only one thread at a time "
                               "(for example, with a lock around each iteration), or evaluate "

@@ -14,19 +14,19 @@ namespace penstock::engine {
 
 class CallingThread {
  public:
-  // Takes a thread's number in the operating system and returns the thread's name; "" for a thread
-  // that no caller started (a thread of autograd).
+  // Takes the operating system's id of a thread and returns the thread's name. The name is "" for a
+  // thread of autograd, which no caller started.
   using Name = std::function<std::string(int64_t)>;
 
   void name_by(Name name) { name_ = std::move(name); }
 
-  // Begins a call. It may be inside an earlier call of this thread. Throws RuntimeFault if another
-  // thread is in a call.
+  // Begins a call, which may be nested in an earlier call of this thread. Throws RuntimeFault if
+  // another thread is in a call.
   void enter(const std::string& call);
   void leave();
   // Calls enter(). The returned object calls leave() when it is destroyed.
   [[nodiscard]] std::shared_ptr<void> within(const std::string& call);
-  // Returns, once, whether this thread's last call was refused.
+  // Returns whether the last refused call was this thread's, and forgets the refusal if so.
   bool take_refused();
   // Begins a backward. It ends with leave_backward(), or when autograd frees the returned object.
   std::shared_ptr<void> enter_backward();

@@ -177,7 +177,9 @@ int64_t Core::steps() const { return state_->steps; }
 std::string Core::plan_text(const std::string& section) const {
   if (section == "window") {
     if (!state_->model_ranks.window) {
-      throw ConfigError("[engine::plan_text] only a pipeline has a plan of the window");
+      throw ConfigError(
+          "[engine::plan_text] \"window\" needs a pipeline (mesh.pipeline), because no other mesh "
+          "has a plan of the window");
     }
     return State::Planning{*state_}.window_text();
   }
@@ -186,7 +188,9 @@ std::string Core::plan_text(const std::string& section) const {
 
 void Core::set_plan_text(const std::string& section, const std::string& text) {
   if (state_->model_ranks.stages) {
-    throw ConfigError("[engine::set_plan_text] stages run the plans of a window's actions");
+    throw ConfigError(
+        "[engine::set_plan_text] this call does not work in a pipeline: its stages run the plans "
+        "of a window's actions, not the plan of a section");
   }
   state_->driver->set_plan({section_named(section)}, parse_plan(text));
 }
@@ -217,7 +221,7 @@ void Calls::end_backward() {
 }
 
 void Calls::failed(const std::string& call, const std::string& error) {
-  // A call that was refused changed nothing: a different thread is in a call, which goes on.
+  // A refused call has changed nothing. The call of the other thread goes on.
   if (state_->closed || state_->calling.take_refused()) return;
   leave_turn(state_->group->board(), concat("called ", call, "(), which raised ", error), true);
 }

@@ -108,7 +108,7 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
   // The text omits the device index, which may differ between ranks.
   const std::string device =
       concat("parameters on ", c10::DeviceTypeName(engine::device_of(tree).type()),
-             ", collectives ", group.device_groups() ? "there" : "here", "\n");
+             ", collectives on the ", group.device_groups() ? "device" : "host", "\n");
   std::vector<std::string> texts = engine::share_text(
       "model and config", concat(mine.text(), "\n", device, config.lines(), print),
       [&](const std::string& label, const std::string& payload) {

@@ -19,12 +19,11 @@ namespace penstock {
 
 namespace {
 
-// Gradients arrive on the stream of initialize(), and a unit's memory is freed in its order.
+// Gradients arrive on the stream of initialize(), and that stream also orders the frees of memory.
 std::string other_stream(const device::Device& device) {
-  return concat("[engine::forward] a training forward runs on another stream of ",
-                device.where().str(),
-                " than the one that was current at initialize(). Make that stream current for the "
-                "training loop, or make this stream current before initialize()");
+  return concat("[engine::forward] a training forward runs on a stream of ", device.where().str(),
+                " that was not current at initialize(). Make one stream current for both: before "
+                "initialize() and in the training loop");
 }
 
 // A parameter that was frozen at initialize() cannot train later, because it has no master, moments
@@ -69,13 +68,13 @@ void check_groups(const Config& config, const std::vector<OptimizerConfig>& grou
                kind.needs_momentum ? concat(" with \"momentum\" ", groups[i].momentum) : "",
                ", which keeps ", num_moments(groups[i]),
                " moments per parameter, but initialize() made room for ", room,
-               kind.needs_momentum ? ". Build the optimizer with momentum > 0, or leave it at 0 "
-                                     "(OneCycleLR: cycle_momentum=False)"
+               kind.needs_momentum ? ". Build the optimizer with momentum > 0, or keep the "
+                                     "momentum at 0 (OneCycleLR: cycle_momentum=False)"
                                    : ". Initialize the engine with that optimizer"));
   }
 }
 
-// Thrown by Update::hear if the window is not complete after all: backwards without a gradient on
+// Thrown by Update::hear if the window is not complete, because backwards that gave no gradient on
 // any rank do not count. The window stays open and no update is made.
 class StillOpen : public std::exception {};
 
@@ -363,9 +362,10 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   start_backward();
   if (!unit_events) return;
   if (unit != 0) complete_open(unit, at);
-  // A recomputed forward begins later in the graph than the nodes that use its values.
+  // A recomputed forward has a later place in the graph than the nodes that use its values.
   Progress& own = progress[unit];
-  // A recomputed forward may be recorded by another thread, so the forward itself always counts.
+  // Only an earlier place counts. The place of the original forward always counts, because another
+  // thread may have recorded the place of the recomputed forward.
   const bool counts = !own.entered || own.entered->follows(since) || since == own.last_forward;
   if (counts) own.entered = since;
   const bool spans = order->spans(unit);
@@ -379,11 +379,11 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   if ((!own.expected || only_use) && unit != 0 && !spans) add_once(open_units, unit);
 }
 
-// No gradient marks the last use of a frozen weight in backward, and none completes a unit if one
-// of its parameters gets no gradient. Autograd works from later forward nodes to earlier ones. So
-// the unit's last use has ended when the backward reaches a node that is older than the unit's
+// Gradients alone do not show when a unit's last use in backward has ended, because some of its
+// parameters may be frozen or get no gradient. Autograd works from later forward nodes to earlier
+// ones. So the last use has ended when the backward reaches a node that is older than the unit's
 // forward. The tiles of layers inside the unit are entered before that. All ranks then reduce the
-// unit's gradients at the same place of the plan, whatever parameters got one.
+// unit's gradients at the same place of the plan, whichever parameters got a gradient.
 void Core::State::complete_open(int except, const engine::GraphPlace& at) {
   const std::vector<int> open = std::exchange(open_units, {});
   for (const int unit : open) {

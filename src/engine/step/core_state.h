@@ -62,8 +62,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
 
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
             const std::string& options);
-  // Handles the changes that users made to `.grad` since the previous look. `adds`: a backward
-  // begins.
+  // Handles the changes that users made to `.grad` since the last call of this function. `adds`: a
+  // backward is about to add gradients.
   void look_at_gradients(bool adds);
   // Drops the window and its accumulated gradients, including those of a backward that raised.
   void drop_gradients();
@@ -71,8 +71,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   double divisor() const;
   // [all ranks, with `gather`] Gives the model back. With `gather` every rank has full parameters
   // afterwards, even after a failure. Without it the call needs no peer. `why`: the user's error
-  // that is the reason for closing, or "". Returns a remark on the weights, or "". Throws
-  // RuntimeFault, after releasing everything, if the weights could not be gathered.
+  // that caused the close, or "". Returns a remark on the weights, or "". Throws RuntimeFault,
+  // after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why);
   void check_open(const char* call) const;  // throws RuntimeFault if closed
 
@@ -93,7 +93,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::optional<engine::WholeParams> wholes;
   bool moves_params = false;          // parameters are sometimes not ready for computing
   bool unit_events = false;           // begin and end of a unit move some of its state
-  std::optional<c10::Stream> stream;  // of a device: the caller's at initialize()
+  std::optional<c10::Stream> stream;  // the caller's at initialize(); devices only
 
   int64_t steps = 0;
   std::optional<engine::AccumulationWindow> window;
@@ -105,22 +105,22 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
     std::vector<device::WeakNodePtr> graphs;
   };
   Forwards forwards;
-  // How far the current forward and backward have come with a unit.
+  // The progress of the current forward and backward in one unit.
   struct Progress {
     engine::GraphPlace began;  // where its last forward began
-    // The training forwards since the last backward whose outputs have gradients: their number, and
-    // where the last of them began.
+    // Since the last backward: the number of training forwards whose outputs have gradients, and
+    // where the last of these forwards began.
     int forwards = 0;
     engine::GraphPlace last_forward;
-    // While the backward uses the unit: where the forward of that use began.
+    // While the backward is in a use of the unit: where the forward of that use began.
     std::optional<engine::GraphPlace> entered;
     int waiting = 0;        // gradients still missing in this backward
     bool expected = false;  // gradients were missing when the backward began
     int written = 0;        // open gathered(write=True) blocks
   };
   std::vector<Progress> progress;  // by unit
-  // Units that no gradient completes: their frozen weights may still be read, or a parameter of
-  // theirs may get no gradient.
+  // Units whose backward does not end with the arrival of a gradient: it may still read frozen
+  // weights, or a parameter of the unit may get no gradient.
   std::vector<int> open_units;
   int64_t seen_before = 0;                 // backwards of the window before the current one
   double backward_weight = 1.0;            // see Values::set_backward_weight()

@@ -305,8 +305,8 @@ void Driver::finish() {
   finishing_ = true;
   run_to(steps_->size());
   pump();
-  // Later moves of the section may return a gradient to the place where backwards leave it. So only
-  // now is it known which gradients are late. In a pipeline these may be of all stages of the rank.
+  // Later moves of the section may return a gradient to the place where backwards leave it, so only
+  // the end shows which gradients are late. In a pipeline they may belong to any stage of the rank.
   if (is_backward(section_)) {
     std::fill(late_.begin(), late_.end(), false);
     for (const exec::PlannedStep& planned : plans_.at({section_})) {

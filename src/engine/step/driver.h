@@ -5,10 +5,11 @@
 // [Note: Driving a plan] An event names a compute line, and the driver runs all lines of the
 // section before that line. These include lines of units that this rank skips, so ranks that take
 // different branches still issue the same collectives in the same order. Gradient moves wait in a
-// queue, in plan order, until the unit's gradients are complete. The remaining lines run when the
-// section ends. For an event that the plan does not foresee, the moves run on demand (require,
-// release). The results are the same, but the moves do not start early. If only some ranks have
-// such an event, their collectives do not match, and the timeout error names both collectives.
+// queue, in plan order, until the gradients of their units are complete. The remaining lines run
+// when the section ends. For an event that the plan does not foresee, the moves run on demand
+// (require, release). The results are the same, but the moves do not start early. If only some
+// ranks have such an event, their collectives do not match, and the timeout error names both
+// collectives.
 #include <array>
 #include <compare>
 #include <deque>
@@ -23,9 +24,9 @@ namespace penstock::engine {
 
 inline constexpr int kNoAction = -1;
 
-// A section's plan, or one of the plans that replace it in a pipeline: of an action of a window
-// (under kForward or kBackward, with the action's number), or of a stage's forward in an evaluation
-// (under kEval, with the stage).
+// The name of a section's plan. In a pipeline, several plans replace that plan: one per action of a
+// window (section kForward or kBackward, `action` is the action's number), and one per stage for
+// the forward of an evaluation (section kEval, `action` is the stage).
 struct PlanName {
   Section section;
   int action = kNoAction;
@@ -44,8 +45,8 @@ class Driver {
   void enter(Op op, int unit);
   // Must be called when the unit's forward has ended or its gradients are complete.
   void leave(Op op, int unit);
-  // Must be called when a use of a tile in backward has ended but the tile will be entered again
-  // before its gradients come.
+  // Must be called when a use of a tile in backward has ended, but the tile will be entered again
+  // before its gradients arrive.
   void pause(int unit);
   // Keeps the unit whole until the next backward section ends. Must be called when
   // torch.autograd.grad() went through the unit, because the resulting graph may be differentiated
@@ -58,8 +59,8 @@ class Driver {
   bool holds() const;  // returns whether any unit is held
   // Runs the remaining lines of the section, in plan order.
   void finish();
-  // Returns, by unit, whether a gradient of the last backward came on this rank after its move had
-  // run (for example in a block that was recomputed twice).
+  // Returns, by unit, whether a gradient of the last backward arrived on this rank after its move
+  // had run (for example in a block that was recomputed twice).
   std::vector<bool> late() const;
   // [all ranks] Runs the gradient moves of section `backward` again for the units in `late`.
   void move_late(const std::vector<bool>& late, Section backward);

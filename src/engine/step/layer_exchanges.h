@@ -1,8 +1,8 @@
 #pragma once
 // LayerExchanges: what layers exchange with the tensor and sequence ranks while they compute. Step
-// one shows it. The ranks then agree on it, and it becomes part of the model that is planned. Later
-// exchanges are compared with the plan. Used like Core::State. Pure, except for the collective that
-// agree() is given.
+// one records the exchanges. The ranks then agree on the record, which becomes part of the model
+// that is planned. Later exchanges are compared with the plan. Used by the same threads as
+// Core::State. Pure, except for the collective that agree() gets.
 #include <array>
 #include <cstdint>
 #include <map>
@@ -17,29 +17,29 @@ namespace penstock::engine {
 
 class LayerExchanges {
  public:
-  // `units`: the unit of each label whose exchanges belong to a module. `in_stages`: forwards of
-  // several micro-batches may come before a backward (pipelines).
+  // `units`: the unit for each label. Contains only labels whose exchanges belong to a module.
+  // `in_stages`: forwards of several micro-batches may come before a backward (pipelines).
   LayerExchanges(size_t num_units, std::map<const std::string*, int> units, bool in_stages);
 
-  // A training forward begins. Forwards without a backward between them count as one, except in
-  // pipelines: the backward then goes through all of them.
+  // A training forward begins. Forwards without a backward between them count as one, because one
+  // backward goes through all of them. In pipelines, each forward counts separately.
   void begin_forward();
   void begin_backward();
   // Adds an exchange of pass kForward or kBackward. `computing`: the unit that computes, to which
   // the exchange belongs if its label has no unit.
   void add(Op pass, const comm::Label& label, int computing, const LayerExchange& made);
-  // While set, exchanges are ignored: they serve to check rules.
+  // While set, exchanges are ignored, because they only check rules.
   void ignore(bool ignores) { ignores_ = ignores; }
 
   bool recording() const { return recording_; }
   void restart();  // records from the beginning
 
-  // [ranks of the stage] Ends the recording. If these ranks made different exchanges, the result is
-  // that nothing is planned.
+  // [ranks of the stage] Ends the recording. If these ranks made different exchanges, no exchanges
+  // are planned.
   void agree(const OrderLearner::ShareText& share);
   void put_into(ModelDesc& model) const;
 
-  std::string text() const;  // for explanations: one line
+  std::string text() const;  // one line for explain()
 
  private:
   using ByUnit = std::vector<std::vector<LayerExchange>>;

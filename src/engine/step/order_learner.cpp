@@ -83,8 +83,8 @@ std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
   int before = -1;
   for (const Visit& visit : assumed) {
     if (visit.unit != 0 && std::none_of(visits.begin(), visits.end(), of(visit.unit))) {
-      // After the first visit of that unit: if it runs twice, other units come before its second
-      // visit.
+      // The place is after the first visit of unit `before`. If that unit runs twice, other units
+      // come before its second visit.
       auto place = std::find_if(visits.begin(), visits.end(), of(before));
       place = place == visits.end() ? visits.begin() : place + 1;
       const bool stays = visit.mark == Mark::kBegin;

@@ -1,6 +1,6 @@
 #pragma once
 // OrderLearner: learns the order in which a model's units run in step one. All ranks then agree on
-// this order. Pure, except for the collective that agree() is given.
+// this order. Pure, except for the collective that agree() gets.
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -43,11 +43,11 @@ class OrderLearner {
   void end_forward() { in_forward_ = false; }
   void begin_backward();
 
-  // Returns whether keep_whole() is needed for a backward that returns to units. It is if
-  // parameters move and the ranks have not agreed on an order that they saw.
+  // Returns whether a backward that returns to units needs keep_whole(). It does if parameters move
+  // and the ranks have not agreed on an order that every rank saw.
   bool may_return() const;
-  // Makes the assumed backward keep all units whole to its end. A backward may go through several
-  // forwards, and ranks may return to different units.
+  // Makes the assumed backward keep all units whole to its end. This is needed because a backward
+  // may go through several forwards, and ranks may return to different units.
   void keep_whole();
   const ModelDesc& assumed() const { return assumed_; }
 
@@ -66,8 +66,8 @@ class OrderLearner {
 
   // [all ranks] If every rank saw the same order, returns the model in that order. Otherwise
   // returns it in the assumed order. `off_plan`: number of events of this rank that the assumed
-  // order did not foresee. Throws RuntimeFault with the first difference if the ranks saw different
-  // orders, parameters move, and the assumed order does not fit every rank.
+  // order did not foresee. Throws RuntimeFault with the first difference if three conditions hold:
+  // the ranks saw different orders, parameters move, and the assumed order does not fit every rank.
   ModelDesc agree(int64_t off_plan, const ShareText& share);
 
  private:

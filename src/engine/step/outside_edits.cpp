@@ -34,13 +34,13 @@ bool is_window(const at::Tensor& param, const exec::Slot& slot) {
   return param.storage().unsafeGetStorageImpl() == slot.window.unsafeGetStorageImpl();
 }
 
-// Returns whether others than the parameter use the storage that the engine gave it.
+// Returns whether tensors other than the parameter use the storage that the engine gave it.
 bool shares_storage(const at::Tensor& param, const exec::Slot& slot) {
   return slot.window.use_count() > (is_window(param, slot) ? 2 : 1);
 }
 
-// Returns whether other tensors use the storage. Its Python object, if a script once asked for it,
-// holds a reference, too.
+// Returns whether other tensors use the storage. If a script once asked for the storage, its Python
+// object also holds a reference.
 bool has_views(const at::Tensor& param, const exec::Slot& slot) {
   const bool has_object = slot.window.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj() != nullptr;
   return is_window(param, slot) && slot.window.use_count() > (has_object ? 3 : 2);
@@ -151,8 +151,8 @@ void OutsideEdits::take_over(Param& param) {
   executor_.values().write(*flat, slot->offset, slot->numel, from);
 }
 
-// Gives the parameter a window again. Other tensors that share its old storage keep it, with its
-// values. Returns the copy into which the window points, or null.
+// Gives the parameter a window again. Other tensors that share its old storage keep that storage
+// and its values. Returns the copy into which the window points, or null.
 device::Address OutsideEdits::part_from_views(Param& param) {
   const auto [unit, flat, slot] = param.places.front();
   if (shares_storage(param.tensor, *slot)) {
@@ -193,7 +193,8 @@ std::string OutsideEdits::edited(int index, bool always) {
   for (const exec::Flat& flat : unit.flats) {
     for (const exec::Slot& slot : flat.slots) {
       if (slot.param._version() != slot.version || flat.print_differs(slot)) return slot.name;
-      // New memory is taken over later, when it is no longer known that its values are rounded.
+      // With a lossy wire, new memory counts as an edit: its values may be rounded, and take_over()
+      // could not know that later.
       if (!unit.codings.empty() && !is_window(slot.param, slot)) return slot.name;
     }
   }

@@ -40,26 +40,26 @@ class OutsideEdits {
   void look_at_params();
   // Returns the first gathered parameter of the unit that was written to in place, or "". It checks
   // torch's version counter, then the values, because torch does not count writes to `.data`. Only
-  // this rank's shard is compared. To compare values, the shard may have to be read from disk or
-  // copied to a device. Then only the first four calls and every 32nd call compare values, unless
-  // `always` is set.
+  // this rank's shard is compared. If the shard must be read from disk or copied to a device for
+  // the comparison, only the first four calls and every 32nd call compare values, unless `always`
+  // is set.
   std::string edited(int unit, bool always);
   // Throws a RuntimeFault which says that the edit of `param` would be lost. Does nothing if
   // `param` is "".
   static void refuse_edit(const std::string& param, const char* where);
 
-  // Tensors that begin to share the storage of one of the unit's parameters after keep_views() keep
-  // its values: leave_views() then gives the parameter a new storage, and these tensors a copy of
-  // the values. It skips a parameter whose storage other tensors shared at keep_views(), because
-  // they stay views of the parameter. The unit must be gathered.
+  // Preserve the values of views of the unit's parameters that are taken after keep_views(). If
+  // there are such views, leave_views() gives the parameter a new storage, and the views a copy of
+  // the values. It skips a parameter that already had views at keep_views(), because those stay
+  // views of the parameter. The unit must be gathered.
   void keep_views(int unit);
   void leave_views(int unit);
 
   enum class SeenGradients { kKept, kSomeDropped, kAllDropped };
   // Finds changes of `.grad`. Drops the gradients that users set to None. If users set all
   // gradients to None, drops none, because the caller then drops the window. Throws RuntimeFault if
-  // users assigned a `.grad`; before a backward (`adds`), only if the assigned gradient replaced a
-  // hollow one.
+  // users assigned a `.grad`. Before a backward (`adds`), throws only if the assigned gradient
+  // replaced a hollow one.
   SeenGradients look_at_gradients(bool adds);
   void show_gradients();
   void hide_gradients();

@@ -14,7 +14,8 @@ namespace penstock::engine {
 // (Slot::guard).
 class OutsideReads {
  public:
-  // `found` gathers the unit of a freed parameter. Keys: the storages of the parameters.
+  // `unit_of_storage`: the unit of each parameter, by the parameter's storage. `found` gathers the
+  // unit of a freed parameter.
   OutsideReads(std::unordered_map<const c10::StorageImpl*, int> unit_of_storage,
                std::function<void(int)> found);
   ~OutsideReads();

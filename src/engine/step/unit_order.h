@@ -45,7 +45,7 @@ std::vector<std::string> share_text(const std::string& label, const std::string&
                                     const Share& share);
 
 // Returns the first line in which two texts differ, as "rank 0 has `a`, rank 1 has `b`". Returns ""
-// if there is none.
+// if the texts are equal.
 std::string first_difference(const std::vector<std::string>& texts_by_rank);
 
 }  // namespace penstock::engine

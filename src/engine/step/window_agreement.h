@@ -3,9 +3,9 @@
 //
 // [Note: One window] Ranks may take different branches of a model, so one rank cannot decide alone
 // what belongs to a window. A backward counts if it produced a gradient on any rank. A backward
-// that reached only frozen weights on all ranks does not count. If a unit's gradient came after its
-// move on any rank, all ranks run the move again. The ranks exchange these facts in the exchange
-// that computes the norm, and before users read or replace gradients.
+// that reached only frozen weights on all ranks does not count. If on any rank a unit's gradient
+// arrived after the gradient's move had run, all ranks run the move again. The ranks exchange these
+// facts in the exchange that computes the norm, and before users read or replace gradients.
 #include <functional>
 #include <string>
 #include <vector>
@@ -16,8 +16,8 @@
 
 namespace penstock::engine {
 
-// Bytes that follow say_window() in the exchange of the norm: options_text(), and the digits of
-// traces and saves.
+// Number of bytes that follow say_window() in the exchange of the norm: options_text(), one digit
+// for traces and one for saves.
 inline constexpr size_t kSaidBesides = sizeof(uint64_t) + 2;
 
 // Returns this rank's facts about the window as a text. The text has the same length on every rank.
@@ -26,9 +26,9 @@ std::string say_window(const AccumulationWindow& window, const Driver& driver);
 // same on every rank.
 std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others);
 // Takes the texts of all ranks, by rank. A text may end with options_text(). Removes backwards that
-// produced no gradient on any rank, and moves late gradients. Returns false if it did one of these;
-// the ranks must then exchange their texts again. Throws RuntimeFault if ranks ended different
-// numbers of backwards or have different options.
+// produced no gradient on any rank, and moves late gradients. If it did either, returns false, and
+// the ranks must exchange their texts again. Throws RuntimeFault if ranks ended different numbers
+// of backwards or have different options.
 bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver);
 // Removes the last digit of each rank's text: the save urgency that the rank wants. Raises `agreed`
 // to the highest digit and clears `wanted`.

@@ -49,8 +49,8 @@ class Monitor {
   // Must be called when a forward of a training step begins. The first call starts the clock of the
   // first step.
   void begins();
-  // Ends a step: computes its metrics from the ranks' counts and from the counters so far. `made`
-  // has the other values.
+  // Ends a step, and computes its metrics. `all`: the counts over all ranks. `now`: the counters so
+  // far. `made` has the values of the other metrics.
   void end_step(StepMetrics made, const exec::Told& all, SoFar now);
   const StepMetrics& last() const { return last_; }
   int64_t applied() const { return applied_; }  // steps applied by this run

@@ -26,10 +26,9 @@ struct Core::State::Observer {
   // [all ranks] Ends an applied step and begins the next one. Writes the requested trace if it ends
   // with this step.
   void end_step(const std::vector<OptimizerConfig>& groups);
-  // Simulates a step of `batch.accumulate` micro-batches. Returns nothing without
-  // `monitor.machine`, and as long as neither FLOPs nor tokens of a forward were counted (in a
-  // pipeline: on any of its ranks). If only tokens were counted, it assumes 2 FLOPs per parameter
-  // and token for a forward.
+  // Simulates a step of `batch.accumulate` micro-batches. Returns nothing if `monitor.machine` is
+  // not set, or until FLOPs or tokens of a forward have been counted (in a pipeline: on each of its
+  // ranks). If only tokens were counted, assumes 2 FLOPs per parameter and token for a forward.
   std::optional<Prediction> predict() const;
   // Returns the events as part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);
@@ -45,8 +44,8 @@ struct Core::State::Observer {
  private:
   // [all ranks] Tells the ranks of each pipeline how long the lines of their plans take.
   void share_times();
-  // Returns the plan of a window and the seconds of its lines; nothing if FLOPs and tokens are not
-  // known.
+  // Returns the plan of a window and the seconds of its lines. Returns nothing if neither FLOPs nor
+  // tokens are known.
   std::optional<TimedPlan> own_times() const;
   void write_trace(const engine::TraceWish& wish);
   void say(const std::string& what) const;

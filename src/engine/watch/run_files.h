@@ -17,7 +17,8 @@ namespace penstock::engine {
 
 // metrics.jsonl has one JSON object per row, with null for an unknown value. metrics.csv has a
 // heading row, and an empty cell for an unknown value. Rows are appended, so the files are valid up
-// to the last row, whenever the process ends. Formats that only Python writes are ignored here.
+// to the last row, no matter when the process ends. Formats that only Python writes are ignored
+// here.
 class RunFiles {
  public:
   static constexpr size_t kMostWaiting = 4096;  // rows
@@ -30,7 +31,7 @@ class RunFiles {
 
   const std::string& folder() const { return folder_; }
   void add(const StepMetrics& metrics);
-  // Writes a file of that name with this text, and replaces an existing one.
+  // Writes `text` to the file `name`. Replaces an existing file of that name.
   void replace(const std::string& name, std::string text);
   void flush();  // blocks until everything is written or was reported as failed
 

@@ -395,8 +395,8 @@ void parse_codec(const ConfigSection& section, bool wires, CommConfig* comm) {
   }
   if (comm->exact_every == 1) {
     fail(
-        "\"comm.exact_every\" is 1, so all steps would be exact: leave out comm.codec and "
-        "table.wire, or set it to 0 (none) or at least 2");
+        "\"comm.exact_every\" is 1, so all steps would be exact. Leave out comm.codec and "
+        "table.wire, or set comm.exact_every to 0 (none) or at least 2");
   }
 }
 
@@ -457,7 +457,7 @@ void parse_signals(const ConfigSection& section, CheckpointConfig* checkpoint) {
     fail("\"checkpoint.signals\" requests saves on signals, which need \"checkpoint.path\"");
 }
 
-// The table comes before the offload keys, whose checks depend on its cells.
+// The table is parsed before the offload keys, because their checks depend on its cells.
 void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("table")) parse_table(*value, config);
   if (const Json* value = top.find("mesh")) parse_mesh(*value, &config->mesh);

@@ -256,9 +256,9 @@ void take_offload(const Leaves& given, Json& native) {
     if (path.empty())
       fail_deepspeed(concat("\"", zero, section, "\" has device \"nvme\" and no nvme_path"));
     if (offload.contains("path") && offload["path"] != path)
-      fail_deepspeed(concat("\"", zero, section, ".nvme_path\" is \"", path,
-                            "\"; optimizer and parameters share one folder, ",
-                            offload["path"].dump()));
+      fail_deepspeed(
+          concat("\"", zero, section, ".nvme_path\" is \"", path,
+                 "\", but optimizer and parameters share one folder: ", offload["path"].dump()));
     offload["path"] = path;
   };
   take("offload_optimizer", "cpu_offload", "optimizer");
@@ -315,15 +315,15 @@ bool sends_one_bit(const Leaves& given) {
   return is_optimizer(given, kOneBit) || is_optimizer(given, kZeroOne);
 }
 
-// Both send one bit per value, and keep their second moments in the steps that do. 1-bit Adam does
-// so from `freeze_step` on. 0/1 Adam does so between exact steps, which become rarer: first each
-// step is exact, then every second one after `var_update_scaler` steps, and so on; here, every
-// `var_update_scaler`-th one from then on. Every rank of DeepSpeed has all of the optimizer's
-// state; zero1 gives the same weights.
+// Both optimizers have steps that send one bit per value and keep second moments unchanged. The
+// other steps are exact. 1-bit Adam has no exact steps from `freeze_step` on. In DeepSpeed, 0/1
+// Adam starts with exact steps, which become rarer (every second step after `var_update_scaler`
+// steps, and so on). Here, every `var_update_scaler`-th step is exact after as many exact steps. In
+// DeepSpeed, each rank has the whole optimizer state; zero1 gives the same weights.
 void take_one_bit(const Leaves& given, Json& native) {
   if (given.flag("fp16.enabled", false)) {
     refuse(given, "optimizer.type",
-           "for fp16: \"AdamW\". Optimizers with one bit per value need bf16 or fp32 here");
+           "\"AdamW\" with fp16. Optimizers that send one bit per value need bf16 or fp32 here");
   }
   native["comm"]["codec"] = "1bit";
   if (is_optimizer(given, kZeroOne)) {
@@ -470,7 +470,7 @@ bool is_deepspeed_config(const std::string& json_text) {
 
 namespace {
 
-// Says of keys that the rest of the config leaves without effect.
+// Marks a key that has no effect because of other keys of the config.
 void note_effect(const Leaves& leaves, int world, GivenKey& key) {
   const bool shards = key.key.ends_with("zero_hpz_partition_size") ||
                       key.key.ends_with("mics_shard_size") ||

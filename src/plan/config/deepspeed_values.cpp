@@ -298,7 +298,7 @@ std::string trimmed(const std::string& text) {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// Returns the text without its underscores; nothing if one of them is not between two digits.
+// Returns the text without its underscores, or nothing if an underscore is not between two digits.
 std::optional<std::string> without_underscores(const std::string& text) {
   std::string kept;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -322,7 +322,7 @@ std::optional<double> number_in(const std::string& text) {
   return number;
 }
 
-// Returns whether the text is a whole number: digits, and perhaps a fraction of zeros.
+// Returns whether the text is a whole number: digits, optionally with a fraction of zeros.
 bool is_whole_text(const std::string& text, bool strict) {
   std::string digits = trimmed(text);
   const size_t dot = digits.find('.');
@@ -394,7 +394,7 @@ std::optional<Json> texts_of(const Json& value) {
   return all ? std::optional<Json>(value) : std::nullopt;
 }
 
-// Returns the value with the type of its row; nothing if DeepSpeed would fail.
+// Returns the value with the type of its row, or nothing if DeepSpeed would fail.
 std::optional<Json> converted(const Json& value, const ValueRow& row) {
   switch (row.type) {
     case kModel:

@@ -11,9 +11,9 @@ namespace penstock {
 [[noreturn]] void fail_deepspeed(const std::string& message);
 
 struct DeepSpeedValues {
-  nlohmann::ordered_json config;         // without "auto"; values have the types of their keys
-  std::vector<std::string> auto_keys{};  // keys that were "auto" and so have DeepSpeed's default
-  std::vector<std::string> left_over{};  // keys that were "auto", which DeepSpeed fails to read
+  nlohmann::ordered_json config;         // without keys set to "auto"; values have the keys' types
+  std::vector<std::string> auto_keys{};  // keys that were "auto" and so get DeepSpeed's default
+  std::vector<std::string> left_over{};  // keys whose "auto" makes DeepSpeed fail
 };
 
 // Throws ConfigError for a value of the wrong type or range, and for an unknown key in a section

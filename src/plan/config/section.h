@@ -1,6 +1,6 @@
 #pragma once
-// Reads a config's JSON. Has the sections, which refuse unknown keys, and the errors for bad
-// values.
+// Reads a config's JSON: ConfigSection, which refuses unknown keys, and functions that throw the
+// errors for bad values.
 #include <algorithm>
 #include <cctype>
 #include <cmath>
@@ -16,7 +16,7 @@
 
 namespace penstock::config_text {
 
-using Json = nlohmann::ordered_json;  // the order of `dtypes` rules is kept
+using Json = nlohmann::ordered_json;  // keeps the order of `dtypes` rules
 
 [[noreturn]] inline void fail(const std::string& message) {
   throw ConfigError("[plan::Config::parse] " + message);
@@ -86,7 +86,7 @@ class ConfigSection {
     *out = number;
   }
 
-  // A whole number may be written as 1e9.
+  // Reads a whole number. It may be written as 1e9.
   template <class Int>
   void read_int(const std::string& key, Int* out, int64_t low, const std::string& allowed) const {
     const Json* value = find(key);
@@ -98,7 +98,7 @@ class ConfigSection {
     *out = static_cast<Int>(number);
   }
 
-  // Reads bytes, as a number or as text with a unit; `note` is appended to the allowed values.
+  // Reads bytes, as a number or as text with a unit. `note` follows the allowed values in errors.
   void read_bytes(const std::string& key, int64_t* out, int64_t low = 1,
                   const std::string& note = "") const {
     const std::string allowed =
@@ -125,7 +125,7 @@ class ConfigSection {
     *out = value->get<std::string>();
   }
 
-  // Returns one of `names`, which must match exactly.
+  // Returns the key's value, which must be exactly one of `names`.
   std::string choice(const std::string& key, const std::string& otherwise,
                      const std::vector<std::string>& names) const {
     const Json* value = find(key);
@@ -141,7 +141,8 @@ class ConfigSection {
     return text;
   }
 
-  // The values 0, false and "" are allowed, because they request no effect.
+  // Throws ConfigError if one of these keys is set, except to 0, false or "": these values request
+  // no effect.
   void refuse_without_effect(std::initializer_list<const char*> keys,
                              const std::string& reason) const {
     for (const char* key : keys) {

@@ -30,7 +30,7 @@ constexpr std::array<std::pair<const char*, double Machine::*>, 8> kFields = {
      {"device_memory", &Machine::device_memory},
      {"overlap", &Machine::overlap}}};
 
-constexpr const char* kMake = "; `penstock bench` makes one";
+constexpr const char* kMake = "; `penstock bench` writes such a file";
 
 [[noreturn]] void fail_machine(const std::string& path, const std::string& what) {
   throw ConfigError(concat("[plan::read_machine] ", path, what));

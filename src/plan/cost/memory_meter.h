@@ -17,12 +17,12 @@ struct Held {
   Tier tier;
   Use use;
   int64_t bytes;
-  int unit = -1;  // parameters being written to disk: their unit
+  int unit = -1;  // the unit of parameters that are being written to disk
 };
 
 using Bytes = std::array<std::array<int64_t, kNumUses>, kNumTiers>;  // by Tier, then by Use
 
-// Raises each entry of `most` to at least the same entry of `other`.
+// Raises each entry of `most` to the same entry of `other` if that is larger.
 inline void raise(Bytes& most, const Bytes& other) {
   for (size_t tier = 0; tier < most.size(); ++tier) {
     for (size_t use = 0; use < most[tier].size(); ++use) {

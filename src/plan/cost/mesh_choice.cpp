@@ -316,8 +316,8 @@ std::vector<MeshAlternative> mesh_alternatives(const MeshQuestion& question,
   if (!all.empty()) return all;
   throw ConfigError(concat("[plan::mesh_alternatives] no mesh of ",
                            question.nodes * question.per_node, " ranks can divide a batch of ",
-                           question.batch, " samples: use a multiple of the ranks (--batch), or ",
-                           "smaller micro-batches (--micro)"));
+                           question.batch, " samples. Use a batch that is a multiple of the ranks ",
+                           "(--batch), or smaller micro-batches (--micro)"));
 }
 
 std::string mesh_text(const MeshQuestion& question, const std::vector<MeshAlternative>& all) {

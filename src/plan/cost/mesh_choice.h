@@ -9,7 +9,7 @@
 
 namespace penstock {
 
-// Returns the part of a model that pipeline rank `rank` has, for one tensor rank. Each stage has
+// Returns the part of a model that one tensor rank of pipeline rank `rank` has. Each stage has
 // about the same number of consecutive blocks. The root is on the first stage and on the last
 // stage.
 ModelDesc stage_of(const ModelDesc& model, int tensor, int pipeline, int rank, int data);

@@ -25,7 +25,7 @@ struct MeshQuestion {
 struct PENSTOCK_API MeshAlternative {
   std::string precision{};  // empty: the model's own dtypes
   int tensor = 1, pipeline = 1, data = 1;
-  int node = 1;  // nodes over which the data ranks of a stage are spread
+  int node = 1;  // number of nodes over which the data ranks of a stage are spread
   int virtual_stages = 1;
   int64_t micro = 1, accumulate = 1;
   bool recompute = false;
@@ -45,11 +45,11 @@ struct PENSTOCK_API MeshAlternative {
 };
 
 struct MeshReport {
-  std::vector<MeshAlternative> alternatives;  // first those that fit; the fastest first
+  std::vector<MeshAlternative> alternatives;  // those that fit come first, sorted by seconds
   std::string text;  // the ten best, and the best alternative for each remaining mesh
 };
 
-// Throws ConfigError if the batch cannot be divided evenly on any mesh.
+// Throws ConfigError if no mesh can divide the batch evenly.
 PENSTOCK_API MeshReport mesh_report(const ModelTree& tree, const MeshQuestion& question);
 
 }  // namespace penstock

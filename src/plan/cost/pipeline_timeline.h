@@ -2,7 +2,7 @@
 // Timeline: when each rank of a pipeline executes each line of its plan. A line begins when its
 // inputs are ready and its lane is free. A rank has four lanes (compute, gather, reduce, update),
 // and a send lane for each neighbour. All ranks start together, and links are not shared. Computing
-// waits for the exchanges of layers, and loses the time that lanes take from its cores
+// waits for the exchanges of layers. It also loses the time that lanes take from its cores
 // (Machine::overlap).
 #include <cstdint>
 #include <map>
@@ -25,34 +25,34 @@ struct UnitWork {
   };
   ComputePass forward{}, backward{};  // backward does not include recomputation
 };
-// Returns the work of each unit, for `tokens` per micro-batch and data rank: 2 FLOPs per parameter
-// and token in forward, and 4 in backward if the parameter trains. Nothing else takes time.
+// Returns the work of each unit, for `tokens` per micro-batch and data rank. Counts only FLOPs per
+// parameter and token: 2 in forward; in backward 4 if the parameter trains, 2 if it is frozen.
 std::vector<UnitWork> work_of(const ModelDesc& model, double tokens);
 
 struct Timeline {
   struct RankTime {
-    double busy = 0;       // seconds of computing, including exchanges of layers
-    double idle = 0;       // seconds without computing until the end of all passes
-    double most_held = 0;  // peak of micro-batches between forward and backward, weighted by unit
-                           // size
+    double busy = 0;  // seconds of computing, including exchanges of layers
+    double idle = 0;  // seconds without computing until the end of all passes
+    // Largest number of micro-batches between forward and backward, weighted by unit size.
+    double most_held = 0;
     std::map<std::string, int64_t> sent;  // link -> bytes in a step
-    std::vector<double> lines;            // seconds of each plan line alone
+    std::vector<double> lines;            // seconds that each plan line takes alone
   };
-  std::vector<RankTime> ranks;  // of the pipeline
+  std::vector<RankTime> ranks;  // by pipeline rank
   double passes = 0;            // end of the last forward or backward
   double step = 0;              // end of the last update
-  double bubble() const;        // idle time of all ranks over their busy time
+  double bubble() const;        // idle time of all ranks / their busy time
 };
 
 // A line of a plan and the seconds that it takes alone.
 struct TimedLine {
   Step step;
   double seconds = 0;
-  double share = 0;  // of a computing line: of the rank's parameters, those of the unit
+  double share = 0;  // computing lines: the unit's fraction of the rank's parameters
   bool operator==(const TimedLine&) const = default;
 };
 
-// The plan of one rank. Its text form serves to tell other ranks.
+// The plan of one rank with times. Ranks send each other its text form.
 struct TimedPlan {
   std::vector<TimedLine> lines;
   std::map<std::string, int64_t> sent{};  // link -> bytes; not in the text
@@ -60,7 +60,7 @@ struct TimedPlan {
 };
 TimedPlan parse_timed_plan(std::string_view text);  // throws ConfigError with the line
 
-// Returns the plan of a rank whose part of the model is `part`. `work` is indexed by unit.
+// Returns `plan` with times, for a rank whose part of the model is `part`. `work` is by unit.
 TimedPlan timed(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,
                 const Machine& machine, const std::vector<UnitWork>& work);
 

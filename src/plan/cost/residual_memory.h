@@ -12,15 +12,15 @@ namespace penstock {
 
 class ResidualMemory {
  public:
-  // `kept`: by unit; empty if nothing keeps residuals.
+  // `kept`: the residual of each unit; empty if no residuals are kept.
   ResidualMemory() = default;
   ResidualMemory(std::vector<Held> kept, Meter& meter)
       : kept_(std::move(kept)), renewed_(kept_.size()) {
     for (const Held& held : kept_) meter.add(held);
   }
 
-  // A sum by a lossy wire leaves a new residual. That of the last step is kept beside it until the
-  // update. Returns the bytes that come from the host to an accelerator and go back.
+  // A sum by a lossy wire leaves a new residual. The residual of the last step is kept beside it
+  // until the update. Returns the bytes that move from the host to an accelerator and back.
   int64_t feed(int unit, const Route& way, Meter& meter) {
     const Held& held = kept_[static_cast<size_t>(unit)];
     const bool lossy = std::any_of(way.passes.begin(), way.passes.end(),

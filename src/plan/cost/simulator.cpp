@@ -20,8 +20,8 @@ namespace penstock {
 
 namespace {
 
-// The lines of a unit's layer exchanges come in the order of the unit's description, in each pass.
-// A line that the description does not have sends nothing.
+// Gives the bytes of each layer exchange. In each pass, a unit's lines come in the order of its
+// description. If the description has no exchanges, a line sends nothing.
 class LayerCursor {
  public:
   int64_t next(const ModelDesc& model, int unit, const std::string& phase) {
@@ -223,8 +223,8 @@ class Simulation : StateBytes {
     if (step.mark != Mark::kBegin) free_all(staged_[step.units[0]]);
   }
 
-  // At the end of its forward and backward, the values of a unit are compared with those at rest.
-  // For this, values on disk are read one flat after another (GatheredValues::edited).
+  // The values of a unit are compared with those at rest when its forward or backward ends. For
+  // this, values on disk are read one flat after another (GatheredValues::edited).
   void look_for_edits(const Step& step) {
     const Placement& rest = cell(Role::kParam, Phase::kRest);
     const bool ends = step.mark == Mark::kWhole || step.mark == Mark::kEnd;

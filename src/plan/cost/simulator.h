@@ -31,20 +31,20 @@ struct Ledger {
   std::map<std::string, std::map<std::string, int64_t>> waited;
   // Values that this rank encodes and decodes for lossy wires in one step: phase -> number.
   std::map<std::string, int64_t> coded;
-  int64_t exchanges = 0;  // with peers in one training step, without those of layers
+  int64_t exchanges = 0;  // number of exchanges with peers in a step, except those of layers
   std::string text() const;
 };
 
 struct SimulatedUpdate {
   double moments_per_param = 2.0;
   bool late_update = false;  // the update continues during the next forward (offload.late_update)
-  bool external = false;     // an optimizer of the user's own
+  bool external = false;     // the user's own optimizer
 };
 
 // [Note: Steady peaks] The last chunks of an update are still being written to disk when the next
-// step begins, and a late update continues during that step's forward. So the peaks are those of
+// step begins, and a late update continues during that step's forward. So peaks are taken over
 // two steps in a row. If the plan is only a part of a step, it is simulated once. `sent` and
-// `exchanges` are of one step.
+// `exchanges` are those of one step.
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
                 const SimulatedUpdate& update = {});
 

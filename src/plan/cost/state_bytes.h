@@ -1,5 +1,5 @@
 #pragma once
-// StateBytes: the sizes of a rank's copies, and of the buffers that their moves take. A plain
+// StateBytes: the sizes of a rank's copies, and of the buffers that their moves need. A plain
 // value; the model must outlive it.
 #include <algorithm>
 #include <cstdint>
@@ -60,7 +60,7 @@ class StateBytes {
     return {place.tier, Use::kParam, sum};
   }
 
-  // Returns whether a sum of the route has residuals.
+  // Returns whether a sum of the route adds a residual.
   bool has_residual(const Route& way) const {
     return table_.keeps_residual() &&
            residual_pass(way, cell(Role::kResidual, Phase::kRest)).has_value();
@@ -114,9 +114,9 @@ class StateBytes {
     return size;
   }
 
-  // Returns the bytes of buffers for a step if all its flats take the same route. These are all
-  // buffers between passes, the encoded pieces of lossy wires, plus the largest receive buffer and
-  // the largest packed buffer, because passes run one after another.
+  // Returns the bytes of buffers for a plan line whose flats all take this route. Counts all
+  // buffers between passes and all encoded pieces of lossy wires. Passes run one after another, so
+  // only each flat's largest receive buffer and the largest packed buffer are counted.
   int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
                        bool adds = false) const {
     std::vector<Packing> packing(way.passes.size());
@@ -143,12 +143,12 @@ class StateBytes {
       for (size_t i = 0; i < way.passes.size(); ++i) {
         const Pass& pass = way.passes[i];
         const bool there = model_.on_accelerator && pass.from.tier == Tier::kDevice;
-        // An accelerator's back end also sends a rank's own part to that rank.
+        // An accelerator's back end also sends each rank its own part.
         if (pass.wire.lossy()) sum += encoded_bytes(pass, flat);
         if (pass.sums() && !pass.wire.lossy())
           received =
               std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - (there ? 0 : 1)));
-        // A sum is made in the memory of its addends.
+        // A sum is computed in the memory of its addends.
         const bool elsewhere = there && pass.sums() && pass.to.tier != Tier::kDevice;
         const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
         if (stands && (elsewhere || !(adds ? i + 1 == way.passes.size() : way.ends_at(i))))
@@ -173,8 +173,8 @@ class StateBytes {
                            table_.dtype_in(way.to, flat.dtype));
   }
 
-  // Returns the bytes that a rank sends to each peer of a collective. `here`: the bytes of its
-  // copy.
+  // Returns the bytes that a rank sends to each peer of a collective. `here`: the bytes of the
+  // rank's copy.
   int64_t piece_bytes(const Move& move, int64_t here, Role role, int unit,
                       const Placement& place) const {
     const int64_t pieces = move.kind == MoveKind::kAllGather ? 1 : group_size(move);
@@ -186,8 +186,8 @@ class StateBytes {
     return sum;
   }
 
-  // Returns the number of values that a rank encodes and decodes in a collective. `place`: before
-  // it.
+  // Returns the number of values that a rank encodes and decodes in a collective. `place`: the
+  // placement before the collective.
   int64_t coded_values(const Move& move, Role role, int unit, const Placement& place) const {
     const int64_t size = group_size(move);
     int64_t numel = 0;
@@ -198,7 +198,7 @@ class StateBytes {
     return 2 * numel + (move.kind == MoveKind::kAllReduce ? numel / size + numel : 0);
   }
 
-  // Returns the memory for a flat's encoded pieces. A sum has pieces to send and received pieces.
+  // Returns the memory for a flat's encoded pieces. A sum has pieces to send and pieces to receive.
   int64_t encoded_bytes(const Pass& pass, const FlatDesc& flat) const {
     const int64_t members = group_size(pass);
     int64_t numel = flat.numel / num_shards(pass.from, mesh_);

@@ -10,19 +10,20 @@
 
 namespace penstock {
 
-// Bytes of memory traffic per updated parameter: two fp32 moments and the master read and written,
-// a bf16 gradient read, a bf16 parameter written.
+// Bytes of memory traffic per updated parameter: an update reads and writes two fp32 moments and
+// the master, reads a bf16 gradient and writes a bf16 parameter.
 inline constexpr double kUpdateBytes = 28;
-// The time of a lossy wire's codec, before and after the exchange on the same lane, as bytes of
-// memory traffic per value that is encoded or decoded. Estimated from benchmarks/README.md: about
-// 1e9 values/s for each rank of a machine that gives its optimizer 10 GB/s.
+// The codec of a lossy wire takes as long as this many bytes of memory traffic per value that it
+// encodes or decodes. It runs on the lane of the exchange, before and after the exchange. Estimated
+// from benchmarks/README.md: about 1e9 values/s for each rank of a machine that gives its optimizer
+// 10 GB/s.
 inline constexpr double kCodecBytes = 10;
 
 // Work of a rank in one step.
 struct Work {
-  double tokens = 0;           // over all its micro-batches
-  int64_t params = 0;          // of the model: a forward is 2 FLOPs per parameter and token
-  int64_t trained_params = 0;  // a backward is 4 FLOPs for these, 2 for frozen parameters
+  double tokens = 0;           // of all the rank's micro-batches
+  int64_t params = 0;          // of the model; a forward takes 2 FLOPs per parameter and token
+  int64_t trained_params = 0;  // a backward takes 4 FLOPs for these, 2 for frozen ones
   int64_t updated_params = 0;  // updated by this rank's optimizer
   bool updates_on_host = false;
 };

@@ -142,8 +142,9 @@ std::vector<std::string> gradient_tiers(const Question& question, const Config& 
 // Returns why the config cannot run; empty if it can.
 std::string refusal_of(const Config& config, const ModelDesc& model, bool external_optimizer) {
   if (external_optimizer && config.offload.optimizer == "disk") {
-    return "[plan::choice] offload.optimizer \"disk\" needs one of the engine's optimizers: an "
-           "optimizer of your own needs its state in memory, so set it to \"host\"";
+    return "[plan::choice] offload.optimizer \"disk\" needs one of the engine's optimizers, "
+           "because an optimizer of your own keeps its state in memory. Set offload.optimizer to "
+           "\"host\"";
   }
   try {
     const std::string codec = codec_refusal(config, model);
@@ -266,8 +267,8 @@ void refuse(const Alternative& chosen, const std::vector<Alternative>& others, c
   const std::string instead =
       fits != others.end()
           ? "this fits: " + fits->text()
-          : "no strategy and no offload fits: use more ranks, allow more (memory.device_bytes, "
-            "memory.host_bytes; without them the limit is the free memory that was found), or set "
+          : "no strategy and no offload fits. Use more ranks, raise memory.device_bytes or "
+            "memory.host_bytes (if unset, the limit is the free memory that was found), or set "
             "keys that are not chosen automatically (a smaller offload.window_bytes or "
             "prefetch_bytes, tiling, units)";
   throw ConfigError(concat("[plan::refuse] ", chosen.text(), " needs ", join(needs, " and "),

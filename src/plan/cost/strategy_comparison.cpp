@@ -34,7 +34,7 @@ bool equal_on(const Mesh& mesh, const std::string& a, const std::string& b) {
   return cells_on(mesh, a) == cells_on(mesh, b) && can_rest_away(a) == can_rest_away(b);
 }
 
-// A gain below a twentieth is below what the prediction can tell.
+// The prediction is not accurate enough to show a gain below a twentieth.
 std::string codecs_text(const PlanReport& report) {
   if (report.codecs.empty()) return "";
   const double plain = report.alternatives.front().seconds;

@@ -6,7 +6,7 @@
 namespace penstock::sim {
 
 c10::DeviceAllocator& device_allocator();
-// Makes the peaks of the statistics what they are if a kernel takes these bytes while it runs.
+// Updates the peaks in the statistics for a kernel that takes these bytes while it runs.
 void note_temporary(int device, size_t bytes);
 // Throws if these bytes of device memory are not inside one block in use.
 void check_bounds(void* begin, size_t bytes);

@@ -1,7 +1,7 @@
 #pragma once
-// Device memory. A range of inaccessible addresses serves as the device pointers. The memory behind
-// them lies at a constant distance. Only work on a stream accesses that memory; the host faults if
-// it dereferences a device pointer, even while a kernel runs.
+// Device memory. The device pointers are addresses in a range that is inaccessible. The actual
+// memory lies at a constant distance from them, and only work on a stream accesses it. The host
+// faults if it dereferences a device pointer, even while a kernel runs.
 #include <c10/core/Device.h>
 
 #include <cstddef>

@@ -23,12 +23,12 @@ struct Tally {
 struct Counters {
   int64_t kernels = 0;  // operators; copies and collectives have their own counts
   // The bytes of device memory that kernels and copies on the device read and write, computed from
-  // their tensors. `traffic.count` is the number of both. The names are those of operators, and
-  // "copy".
+  // their tensors. `traffic.count` is the number of these kernels and copies. The names are the
+  // names of operators, and "copy".
   Tally traffic;
   std::map<std::string, Tally> traffic_by_name;
-  // Device memory that tensors got: results of operators, empty tensors, and copies that a kernel
-  // of CUDA makes of its argument first. Memory from c10::Allocator, such as an arena's, is not
+  // Device memory for tensors: results of operators, empty tensors, and the copies of arguments
+  // that some of CUDA's kernels make first. Memory from c10::Allocator, such as an arena's, is not
   // counted. The peak of all memory in use is that of the allocator's statistics.
   Tally temporaries;
   // Calls that may make the host wait for the device, even if there was nothing to wait for:
@@ -62,13 +62,13 @@ PENSTOCK_SIM_API void set_memory_limit(size_t bytes, int device = -1);
 // While this is set, every new allocation of pinned memory fails.
 PENSTOCK_SIM_API void set_pinning_fails(bool fails);
 
-// Makes new pinned memory begin so many bytes after the beginning of a page. CUDA's does (16 bytes)
-// with pinned_use_cuda_host_register.
+// Makes new pinned memory begin `bytes` bytes after the beginning of a page. CUDA's pinned memory
+// does so (16 bytes) with pinned_use_cuda_host_register.
 PENSTOCK_SIM_API void set_pinned_offset(size_t bytes);
 
-// While this is set, the host waits for all streams of all devices where new device memory or new
-// pinned memory comes from the system. CUDA's host does so. That wait hides other waits that are
-// missing, so it is not made otherwise, only counted.
+// While this is set, the host waits for all streams of all devices whenever new device memory or
+// new pinned memory comes from the system, as with CUDA. This wait would hide that other waits are
+// missing. So by default it is only counted, and not made.
 PENSTOCK_SIM_API void set_allocations_wait(bool wait);
 
 // Returns the bytes of pinned memory in use. Each allocation counts as the next power of two.
@@ -77,12 +77,12 @@ PENSTOCK_SIM_API size_t pinned_bytes();
 // Calls `hook` on the issuing thread whenever a collective is issued. Null: no hook.
 PENSTOCK_SIM_API void set_issue_hook(void (*hook)());
 
-// Before a thread issues a collective, it sleeps for uniform(0, high) us. So threads of a process
-// issue in another order each time, unless they wait for each other.
+// Before a thread issues a collective, it sleeps for uniform(0, high) us. So the order in which
+// threads of a process issue collectives changes each time, unless the threads wait for each other.
 PENSTOCK_SIM_API void set_issue_delay_us(int64_t high);
 
-// While this is set, a copy between the device and host memory that is not pinned does not wait, if
-// it is asked not to. Machines whose devices can read all of the host's memory copy like that.
+// While this is set, a non_blocking copy between the device and host memory that is not pinned does
+// not wait. Machines whose devices can read all of the host's memory behave like this.
 PENSTOCK_SIM_API void set_pageable_copies_are_late(bool late);
 
 // Waits for the device and checks the redzones of all blocks in use. (A block's redzones are also

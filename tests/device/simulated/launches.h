@@ -10,18 +10,18 @@
 namespace penstock::sim {
 
 // The ranks of a communicator, and its number among the communicators of these ranks. Both are
-// known when it is connected, which all its ranks do together.
+// known when all ranks of the communicator have connected it together.
 struct Identity {
   uint64_t ranks = 0;
   int number = -1;
 };
 
 // How often this process has launched collectives on each communicator of the same ranks. NCCL
-// requires one order of launches on all ranks. So when a rank launches on one communicator, the
-// counts of all must be those of the other ranks.
+// requires one order of launches on all ranks. So whenever a rank launches a collective, its counts
+// for all these communicators must equal the counts of the other ranks at the same launch.
 class LaunchBook {
  public:
-  // `device`: this rank's, because the ranks of a group may be threads of one process.
+  // `device`: this rank's device. It distinguishes ranks that are threads of one process.
   Identity connected(uint64_t ranks, int device) {
     const std::lock_guard lock(mutex_);
     Book& book = books_[{ranks, device}];

@@ -27,8 +27,8 @@ int current_device();
 // Makes a context on the device, as cudaSetDevice() does since CUDA 12.
 int exchange_device(int device);
 void set_current_device(int device) noexcept;  // makes no context
-// Does what work with an event of that device does: switches this thread to the device and back,
-// which makes contexts.
+// Switches this thread to the device and back, as work with an event of that device does. This
+// makes contexts on both devices.
 void visit_device(int device);
 
 // Device -1 is the current device.
@@ -60,8 +60,9 @@ void synchronize_device(int device, const std::string& why);
 // Also waits, but neither counts the wait nor throws.
 void drain_device(int device);
 
-// Notes that memory came from the system: counts that wait, and makes it if
-// set_allocations_wait(true). The caller holds no lock that a stream or another thread may need.
+// Must be called when memory came from the system. Counts a wait of the host for all devices, and
+// makes it if set_allocations_wait(true) was called. The caller must hold no lock that a stream or
+// another thread may need.
 void note_new_memory(const std::string& why);
 
 void fail(int device, const std::string& error);

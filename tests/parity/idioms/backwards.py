@@ -170,7 +170,7 @@ def stale_graph(t: Any) -> None:
     t.engine.backward(loss)
 
 
-@rows("a second backward of a graph that is gone", raises("second time"))
+@rows("a second backward of a freed graph", raises("second time"))
 def graph_is_gone(t: Any) -> None:
     t.start()
     loss = t.loss(0)
@@ -186,7 +186,7 @@ def needs_none(t: Any) -> None:
     t.engine.backward(loss)
 
 
-@rows("backward of a loss that is no scalar", raises("scalar outputs"))
+@rows("backward of a loss that is not a scalar", raises("scalar outputs"))
 def no_scalar(t: Any) -> None:
     t.start()
     t.engine.backward(t.engine(nets.batch(0, 4)[0]))

@@ -113,7 +113,7 @@ def other_method(t: Any) -> None:
     trained_by(t, lambda model, x: model.score(x), nets.build(Generates))
 
 
-@rows("a block called by itself under `no_grad`")
+@rows("a block called directly under `no_grad`")
 def block_alone(t: Any) -> dict[str, Any]:
     t.start()
     t.train(2)
@@ -122,7 +122,7 @@ def block_alone(t: Any) -> dict[str, Any]:
         return {"output": t.model.blocks[1](x)}
 
 
-@rows("a child of the model called by itself under `no_grad`", sharded=either())
+@rows("a child of the model called directly under `no_grad`", sharded=either())
 def child_alone(t: Any) -> dict[str, Any]:
     t.start()
     t.train(2)
@@ -130,7 +130,7 @@ def child_alone(t: Any) -> dict[str, Any]:
         return {"output": t.model.enter(torch.ones(2, 6, dtype=t.model.enter.weight.dtype))}
 
 
-@rows("a layer inside a block called by itself", sharded=either())
+@rows("a direct call of a layer inside a block", sharded=either())
 def layer_alone(t: Any) -> dict[str, Any]:
     t.start()
     t.train(2)

@@ -28,7 +28,7 @@ def sums(model: nn.Module) -> list[torch.Tensor]:
 # ---- deep copies
 
 
-@rows("`copy.deepcopy(model)`, called and trained by itself", sharded=refused("gathered"))
+@rows("`copy.deepcopy(model)`, called and trained separately", sharded=refused("gathered"))
 def deep(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -43,7 +43,7 @@ def deep(t: Any) -> dict[str, Any]:
     return {"outputs": outputs}
 
 
-@rows("`copy.deepcopy(model)` inside `gathered()`, called and trained by itself")
+@rows("`copy.deepcopy(model)` inside `gathered()`, called and trained separately")
 def deep_gathered(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)

@@ -254,7 +254,7 @@ def after_last(t: Any) -> None:
     clamp(t.model)
 
 
-@rows("an edit after the last step counts in what `close()` leaves", sharded=refused("gathered"))
+@rows("an edit after the last step is in the model after `close()`", sharded=refused("gathered"))
 def before_close(t: Any) -> None:
     t.start()
     t.train(2)

@@ -138,7 +138,7 @@ def mapped(t: Any) -> dict[str, Any]:
     return {"made": made}
 
 
-@rows("`stack_module_state` of two models, of which one trains", sharded=either())
+@rows("`stack_module_state` of two models; only one of them trains", sharded=either())
 def stacked(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -255,7 +255,7 @@ def autocast_off(t: Any) -> None:
 # ---- tracing and compiling
 
 
-@rows("`torch.jit.trace(model, x)` for a look", sharded=either())
+@rows("`torch.jit.trace(model, x)` to inspect the model", sharded=either())
 def traced(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -317,7 +317,7 @@ def fused(t: Any) -> dict[str, Any]:
     return {"weight": made.weight.float().sum()}
 
 
-@rows("`torch.ao` style observers put on with `apply`, as hooks")
+@rows("observers as in `torch.ao`: hooks added with `apply`")
 def observers(t: Any) -> dict[str, Any]:
     seen: dict[str, float] = {}
 

@@ -94,7 +94,7 @@ CHANGES: dict[str, Change] = {
     "class gets another `forward`": assigned,
     "`forward` is patched for a step (`mock.patch.object`)": patched,
     "base class's `forward` is patched for a step": base_patched,
-    "`__class__` is another for a step": swapped,
+    "`__class__` is replaced for a step": swapped,
 }
 
 

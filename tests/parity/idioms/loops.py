@@ -123,7 +123,7 @@ def adversaries(t: Any) -> tuple[Any, Any]:
     return t.start(), t.start(nets.build(Judge))
 
 
-@rows("GAN: two engines, the judge's gradients dropped in the maker's turn", accumulate=ONE)
+@rows("GAN: two engines; the generator's turn drops the discriminator's gradients", accumulate=ONE)
 def gan(t: Any) -> None:
     maker, judge = adversaries(t)
     for step in range(3):
@@ -137,7 +137,7 @@ def gan(t: Any) -> None:
         maker.step()
 
 
-@rows("GAN: the judge frozen with `requires_grad_` in the maker's turn", accumulate=ONE)
+@rows("GAN: the discriminator frozen with `requires_grad_` in the generator's turn", accumulate=ONE)
 def gan_frozen(t: Any) -> None:
     maker, judge = adversaries(t)
     for step in range(3):
@@ -152,7 +152,7 @@ def gan_frozen(t: Any) -> None:
     judge.module.requires_grad_(True)
 
 
-@rows("WGAN: the judge's weights clipped after each step", sharded=refused("gathered"))
+@rows("WGAN: the critic's weights clipped after each step", sharded=refused("gathered"))
 def wgan(t: Any) -> None:
     maker, judge = adversaries(t)
     for step in t.steps(2):
@@ -175,7 +175,7 @@ def wgan_penalty(t: Any) -> None:
         judge.step()
 
 
-@rows("a generator and its judge in one model and one engine", accumulate=ONE)
+@rows("a generator and its discriminator in one model and one engine", accumulate=ONE)
 def one_engine_gan(t: Any) -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -402,7 +402,7 @@ def weight_noise(t: Any) -> None:
         t.engine.step()
 
 
-@rows("the same batch until the loss falls: a step that is undone", sharded=either())
+@rows("a step that is undone, then repeated until the loss falls", sharded=either())
 def undone(t: Any) -> None:
     t.start(optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
     for step in t.steps(2):
@@ -524,7 +524,7 @@ def bad_batch(t: Any) -> None:
             continue
 
 
-@rows("`itertools.cycle` over batches made once, which the model does not keep")
+@rows("`itertools.cycle` over a fixed list of batches")
 def cycled(t: Any) -> None:
     t.start()
     batches = itertools.cycle([t.batch(0), t.batch(1)])

@@ -176,7 +176,7 @@ def state_read(t: Any) -> dict[str, Any]:
     return {"average": t.optimizer.state[t.model.enter.weight]["exp_avg"]}
 
 
-@rows("`optimizer.state` walked through", refused("state"))
+@rows("a loop over `optimizer.state`", refused("state"))
 def state_walked(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -345,7 +345,7 @@ def by_dims(t: Any) -> None:
     t.train(3)
 
 
-@rows("layer-wise learning rates, one group a parameter")
+@rows("layer-wise learning rates, with one group per parameter")
 def layer_wise(t: Any) -> None:
     model = nets.build()
     groups = [
@@ -556,7 +556,7 @@ def global_norm(t: Any) -> None:
     t.train(1)
 
 
-@rows("a wrapper around an optimizer that is no `Optimizer`", refused("optimizer"), accumulate=ONE)
+@rows("a wrapper of an optimizer that is not an `Optimizer`", refused("optimizer"), accumulate=ONE)
 def wrapper(t: Any) -> None:
     class Wrapper:
         def __init__(self, params: Any):

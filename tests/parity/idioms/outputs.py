@@ -155,7 +155,7 @@ class Several(nets.Net):
         return self.leave(x).squeeze(-1), x, [x.detach(), features]
 
 
-@rows("several outputs of which one has a loss")
+@rows("several outputs, with a loss of only one")
 def several(t: Any) -> None:
     t.start(nets.build(Several))
     for step in t.steps(3):
@@ -163,7 +163,7 @@ def several(t: Any) -> None:
         t.engine.step()
 
 
-@rows("losses of all outputs, by turns")
+@rows("losses of all outputs, in turns")
 def several_in_turns(t: Any) -> None:
     t.start(nets.build(Several))
     for step in t.steps(4):
@@ -196,7 +196,7 @@ def kept(t: Any) -> None:
         t.engine.step()
 
 
-@rows("a loss of nothing but an activation that a hook has kept")
+@rows("a loss of an activation that a hook has kept, without the output")
 def kept_by_hook(t: Any) -> None:
     t.start()
     seen: list[torch.Tensor] = []
@@ -303,7 +303,7 @@ def no_samples(t: Any) -> None:
         t.engine.step()
 
 
-@rows("a model without arguments, whose loss is of its parameters alone")
+@rows("a model without arguments, with a loss of only its parameters")
 def no_arguments(t: Any) -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:

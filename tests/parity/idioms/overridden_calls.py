@@ -14,7 +14,7 @@ from idioms import nets, trial
 from idioms.overrides import add_row_in, block, leaf, overrides_in, root
 from idioms.table import Group, either
 
-rows = Group("Overridden calls, attributes and modes of modules")
+rows = Group("Overrides of `forward`, `__call__`, attributes, `train` and the like")
 add_row, overrides = functools.partial(add_row_in, rows), functools.partial(overrides_in, rows)
 
 # ---- calls

@@ -17,7 +17,7 @@ from torch import nn
 from idioms import nets, trial
 from idioms.table import Group, Outcome, refused
 
-rows = Group("Overridden states and walks of modules")
+rows = Group("Overrides of `state_dict`, `parameters`, `named_modules` and the like")
 Change = Callable[[nn.Module], Any]
 
 
@@ -180,7 +180,7 @@ class LeavesOut:
         return super().load_state_dict(state, strict=False)
 
 
-@overrides("`state_dict` of `named_parameters()`, without the one of torch")
+@overrides("`state_dict` that lists `named_parameters()` and does not call torch's")
 class ByNames:
     def state_dict(self) -> Any:
         return {name: p.data * 1 for name, p in self.named_parameters()}
@@ -395,7 +395,7 @@ class BlockAlone:
         return iter((self,))
 
 
-@overrides("`named_parameters(recurse)` of other signature", on=leaf)
+@overrides("`named_parameters(recurse)` with another signature", on=leaf)
 class LeafNames:
     def named_parameters(self, recurse: bool = True) -> Any:
         return iter((("w", self.weight),))

@@ -103,7 +103,7 @@ def gradual(t: Any) -> None:
         t.engine.step(force=True)
 
 
-@rows("frozen for an adversary's turn, thawed for its own, each step", accumulate=ONE)
+@rows("two parts of the model, frozen and trained in turns", accumulate=ONE)
 def in_turns(t: Any) -> None:
     t.start()
     for step in range(4):

@@ -158,7 +158,7 @@ def collected(t: Any) -> None:
         gc.enable()
 
 
-@rows("a model that nothing but the engine holds")
+@rows("a model to which only the engine has a reference")
 def only_engine(t: Any) -> dict[str, Any]:
     t.start(nets.build())
     alive = weakref.ref(t.model)
@@ -215,7 +215,7 @@ def random_state(t: Any) -> dict[str, Any]:
     return {"next": torch.rand(2)}
 
 
-@rows("the random numbers that a step does not draw")
+@rows("random numbers that are drawn after training steps")
 def random_kept(t: Any) -> dict[str, Any]:
     t.start()
     torch.manual_seed(3)

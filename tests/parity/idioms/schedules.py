@@ -262,7 +262,7 @@ def raising(t: Any) -> None:
             pass
 
 
-@rows("a range test of learning rates, then the first weights again", accumulate=ONE)
+@rows("a learning-rate range test, then a return to the first weights", accumulate=ONE)
 def range_test(t: Any) -> None:
     t.start(optimizer=lambda params: torch.optim.SGD(params, lr=1e-4))
     with t.engine.gathered():

@@ -18,7 +18,7 @@ using Tensors = std::map<std::string, torch::Tensor>;  // by parameter, fp32
 
 struct Trace {
   std::vector<double> losses, norms;
-  std::vector<Tensors> gradients;  // each time that the first window read them
+  std::vector<Tensors> gradients;  // one entry for each time that the first window read them
   std::vector<Tensors> reads;      // values of gathered parameters
   Tensors weights;                 // the masters of all parameters, at the end
   Tensors own;                     // the model's own parameters, after the engine was closed

@@ -40,17 +40,17 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
 
     Args:
         args: the script's arguments; `args.deepspeed_config` is the config if no other is given.
-        model: an nn.Module, maybe built in `zero.Init`. A PipelineModule gives a PipelineEngine.
+        model: an nn.Module, possibly built in `zero.Init`. A PipelineModule gives a PipelineEngine.
         optimizer: a torch optimizer, or a callable that creates one from the parameters; default:
             the config's optimizer.
         model_parameters: parameters or groups for the config's optimizer; default: all trainable.
-        training_data, collate_fn: the returned loader's dataset, and what makes its batches.
-        lr_scheduler: a scheduler, which is stepped after each update, or a callable that creates
+        training_data, collate_fn: the returned loader's dataset, and the function that batches it.
+        lr_scheduler: a scheduler (it is stepped after each update), or a callable that creates
             one from the optimizer; default: the config's scheduler.
         distributed_port: rank 0's port if no launcher sets it.
         mpu: has the groups of sequence ranks, or of the tensor ranks over which the model's own
             modules cut parameters (docs/deepspeed.md). It must have one stage.
-        dist_init_required: False: raise an error unless a process group exists.
+        dist_init_required: if it is False, an error is raised unless a process group exists.
         config, config_params: a dict, a path, JSON text, or base64 of JSON text.
         mesh_param: (data ranks, sequence ranks), instead of an mpu.
 
@@ -96,7 +96,8 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
     given = [one for one in (config, config_params, of_args) if one is not None]
     if not given:
         raise DeepSpeedRefusal(
-            "[deepspeed::initialize] no config: pass config=, or args with deepspeed_config"
+            "[deepspeed::initialize] no config was given: pass config=, or args with the attribute "
+            "deepspeed_config"
         )
     if len(given) > 1 and of_args is not None:
         raise ConfigError(
@@ -113,20 +114,26 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
         )
     if isinstance(model, PipelineModule) and (mpu or mesh_param) is not None:
         raise ConfigError(
-            "[deepspeed::initialize] mpu and mesh_param are not allowed with a PipelineModule: it "
-            "has its own, model.mpu()"
+            "[deepspeed::initialize] a PipelineModule has its own mpu (model.mpu()): remove the "
+            "arguments mpu and mesh_param"
         )
     if mpu is not None and mesh_param is not None:
-        raise ConfigError("[deepspeed::initialize] mpu and mesh_param both set groups: keep one")
+        raise ConfigError(
+            "[deepspeed::initialize] mpu and mesh_param are both given, and each sets the groups "
+            "of ranks: pass only one of them"
+        )
     sequence = getattr(mpu, "get_sequence_parallel_world_size", None)
     for name in ("get_sequence_parallel_group", "get_sequence_parallel_rank"):
         if sequence is not None and sequence() > 1 and not hasattr(mpu, name):
-            raise ConfigError(f"[deepspeed::initialize] the mpu has sequence ranks and no {name}()")
+            raise ConfigError(
+                "[deepspeed::initialize] the mpu has sequence ranks, but it lacks the method "
+                f"{name}(): add it"
+            )
     stages = bwc_pipeline_parallel_world_size(mpu)
     if stages > 1:
         raise ConfigError(
-            f"[deepspeed::initialize] the mpu has {stages} stages; only 1 is supported: use a "
-            f"deepspeed.pipe.PipelineModule"
+            f"[deepspeed::initialize] the mpu has {stages} stages, but only 1 is supported. For "
+            f"more, use a deepspeed.pipe.PipelineModule"
         )
 
 

@@ -41,12 +41,12 @@ class _MissingClass(abc.ABCMeta):
         if name.startswith("_"):
             raise AttributeError(name)
         full, instead = cls._refused()
-        raise AttributeError(f"[deepspeed] {full}.{name}: not supported by Penstock: {instead}")
+        raise AttributeError(f"[deepspeed] {full}.{name} is not supported by Penstock: {instead}")
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if "_missing" in vars(cls) and not name.startswith("_"):
             full, instead = cls._refused()
-            raise _refusal(f"the assignment of {full}.{name}", instead)
+            raise _refusal(f"an assignment to {full}.{name}", instead)
         super().__setattr__(name, value)
 
 

@@ -6,4 +6,4 @@ from penstock import ConfigError
 
 
 class DeepSpeedRefusal(ConfigError, AssertionError, NotImplementedError):  # type: ignore[misc]
-    """A call or setting for which DeepSpeed raises ValueError or one of the last two classes."""
+    """A call or setting for which DeepSpeed raises one of these errors or ValueError."""

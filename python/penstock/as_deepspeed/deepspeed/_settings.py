@@ -18,7 +18,7 @@ from penstock.front import config_file
 
 from ._refusal import DeepSpeedRefusal
 
-# Class -> the config section whose table of values the class shares.
+# Class -> the section of the config that has the same keys and values.
 _SECTIONS = {
     "DeepSpeedFP16Config": "fp16",
     "DeepSpeedBF16Config": "bf16",
@@ -177,7 +177,7 @@ def _plain(kind: str, value: Any) -> Any:
     if kind in _LIKE:
         try:
             return _read("fp16", {_LIKE[kind]: value})[_LIKE[kind]]
-        except ConfigError as error:  # the error's text names the key of "fp16"
+        except ConfigError as error:  # its text names a key of "fp16", not the script's key
             raise TypeError(value) from error
     if kind == "float":
         return float(value)

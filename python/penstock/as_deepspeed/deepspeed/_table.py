@@ -133,7 +133,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _is_ours() -> bool:
     """Whether `deepspeed` is this package. After penstock.deepspeed.uninstall() the name may belong
-    to another one."""
+    to another package."""
     file = getattr(sys.modules.get(_PACKAGE), "__file__", None)
     return file is not None and pathlib.Path(file).parent == HERE
 

@@ -34,7 +34,8 @@ def _pin_empty(_self: Any, *size: Any, dtype: torch.dtype, device: Any = "cpu") 
 def _pin_memory(
     self: Any, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
 ) -> torch.Tensor:
-    """Returns pinned host memory with the tensor's values; undefined ones without `make_copy`."""
+    """Returns pinned host memory with the tensor's values, or without values if `make_copy` is
+    False."""
     if make_copy:
         return tensor.pin_memory() if self._pins else tensor
     shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
@@ -119,7 +120,7 @@ def unsupported(name: str, device: str) -> Callable[..., Any]:
 
 
 class DeepSpeedAccelerator:
-    """An accelerator. Scripts look up its calls and values by name, in two tables."""
+    """An accelerator. Its attributes are looked up in two tables: one of calls, one of values."""
 
     _name = "cpu"  # kind of torch.device
     _communication_backend_name = "gloo"

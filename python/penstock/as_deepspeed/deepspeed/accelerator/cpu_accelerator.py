@@ -19,7 +19,7 @@ def _resident(_self: Any, _index: Any = None) -> int:
 
 
 def _peak(_self: Any, _index: Any = None) -> int:
-    """Returns the largest number of resident bytes of this process."""
+    """Returns the peak of this process's resident bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

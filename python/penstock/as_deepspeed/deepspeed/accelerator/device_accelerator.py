@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .abstract_accelerator import SHARED, VALUES, Calls, DeepSpeedAccelerator, always, unsupported
 
-# The environment variables that select devices, if not KIND_VISIBLE_DEVICES.
+# Kind -> the environment variable that selects devices, where it is not KIND_VISIBLE_DEVICES.
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
@@ -76,14 +76,14 @@ def _dtypes(self: Any) -> list[torch.dtype]:
 
 
 def _value(path: str) -> Callable[..., Any]:
-    """Returns a value of the device's module, or torch's class that serves every device."""
+    """Returns an attribute of the device's module or, if it has none, torch's own attribute."""
     return lambda self: getattr(self._module, path, None) or getattr(torch, path)
 
 
 _FALSE = (
     "is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"
 ).split()
-# torch.accelerator's functions of a device's number, by DeepSpeed's names.
+# DeepSpeed's name -> the function of torch.accelerator, which takes a device's number.
 _NUMBERED = {
     "synchronize": "synchronize",
     "memory_allocated": "memory_allocated",
@@ -97,7 +97,7 @@ _NUMBERED = {
     "reset_max_memory_allocated": "reset_peak_memory_stats",
     "reset_max_memory_cached": "reset_peak_memory_stats",
 }
-# Functions of the device's own module with the same name.
+# Functions that have the same name in the device's own module.
 _OWN = (
     "set_device manual_seed manual_seed_all initial_seed stream current_stream default_stream"
 ).split()

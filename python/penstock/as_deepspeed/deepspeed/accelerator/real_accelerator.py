@@ -27,7 +27,7 @@ def _kind() -> str:
     has = f'has "{own}"' if found else "has no accelerator"
     raise ConfigError(
         f'[deepspeed::get_accelerator] DS_ACCELERATOR is "{wanted}", but this machine {has}. Unset '
-        f'it, or set it to "{own}"' + (' or "cpu"' if found else "")
+        f'the variable, or set it to "{own}"' + (' or "cpu"' if found else "")
     )
 
 
@@ -68,7 +68,8 @@ def rank_device(number: int | None = None) -> torch.device:
     """Returns the device on which this rank trains.
 
     Args:
-        number: the device's index; default: the process's only or current device, or LOCAL_RANK.
+        number: the device's index; default: the process's current device, or LOCAL_RANK (modulo
+            the number of devices) if the current device is 0.
 
     Raises:
         ConfigError: if this machine has no such device.

@@ -1,4 +1,4 @@
-"""Makes a folder that loads with any number of ranks from one checkpoint.
+"""Converts one checkpoint to a folder that any number of ranks can load.
 
 The result is a checkpoint of Penstock, which engine.load_checkpoint() reads with or without
 "load_universal". The source may come from DeepSpeed (ZeRO 1 to 3, with tensor ranks and stages) or

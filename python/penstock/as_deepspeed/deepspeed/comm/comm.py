@@ -36,10 +36,11 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
 ) -> None:
     """Creates torch.distributed's process group, unless it exists.
 
-    The launcher's environment gives rank and address; without it this process is the only rank.
+    The launcher's environment gives the rank and the address of rank 0. Without a launcher, this
+    process is the only rank.
 
     Args:
-        dist_backend: default, and for the names of devices' back ends (nccl, ccl, ...): gloo for
+        dist_backend: by default, and if it names a device's back end (nccl, ccl, ...): gloo for
             host tensors and, on a machine with an accelerator, its back end for device tensors.
         timeout: the limit of torch's collectives and of the engine's waits for a peer; default:
             DEEPSPEED_TIMEOUT minutes, or 10. For the engine's waits, the limit is at least the
@@ -53,7 +54,8 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
         return
     if dist_init_required is False:
         raise DeepSpeedRefusal(
-            "[deepspeed::init_distributed] dist_init_required is False, and there is no group yet"
+            "[deepspeed::init_distributed] dist_init_required is False, but no process group "
+            "exists: create one first, or leave out the argument"
         )
     waits = _default_timeout() if timeout is None else timeout
     backend = _back_ends(dist_backend)
@@ -86,7 +88,7 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
 
 def _back_ends(wanted: str | None) -> str:
     """Returns the back ends of a group, as torch names them: "gloo" if ranks train on the CPU,
-    "cpu:gloo,cuda:nccl" on a machine with CUDA. Texts without "ccl" stay as they are."""
+    "cpu:gloo,cuda:nccl" on a machine with CUDA. A name without "ccl" is returned unchanged."""
     if wanted is not None and ("ccl" not in wanted or ":" in wanted):
         return wanted
     own = get_accelerator()
@@ -112,8 +114,8 @@ def _warn_of_unused(timeout: datetime.timedelta | None) -> None:
     has = "another timeout" if waits_s is None else f"a timeout of {waits_s:g} s"
     warnings.warn(
         f"[deepspeed::init_distributed] timeout={timeout} has no effect, because the process group "
-        f'exists and has {has}. Give it to the call that makes the group, or set "comm.timeout_s" '
-        'in the section "penstock" of the config',
+        f"already exists and has {has}. Pass the timeout to the call that makes the group, or set "
+        '"comm.timeout_s" in the section "penstock" of the config',
         stacklevel=3,
     )
 
@@ -220,7 +222,7 @@ def _broadcast_values(tensor: torch.Tensor, src: int, group: Any = None) -> None
 
 
 def _reduce_values(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-    """Reduces a tensor on any device over all ranks, which call it."""
+    """Reduces a tensor on any device over all ranks. All ranks call it."""
     if get_world_size() > 1:
         sent = _sendable(tensor)
         dist.all_reduce(sent, op)
@@ -229,7 +231,7 @@ def _reduce_values(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
 
 
 def _of_ranks(value: Any, group: Any = None) -> list[Any]:
-    """Returns the values of the ranks of a group, all of which call it, by rank."""
+    """Returns the values of a group's ranks, by rank. All ranks of the group call it."""
     found = [value] * get_world_size(group)
     if len(found) > 1:
         dist.all_gather_object(found, value, group)

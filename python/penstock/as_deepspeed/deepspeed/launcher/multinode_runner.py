@@ -101,7 +101,7 @@ class OpenMPIRunner(_Runner):
     _launcher = "openmpi"
 
     def _launcher_args(self) -> list[str]:
-        given = super()._launcher_args()  # DeepSpeed's command line names an interface
+        given = super()._launcher_args()  # the next line adds an interface, as DeepSpeed does
         link = [] if "btl_tcp_if_include" in given else ["--mca", "btl_tcp_if_include", "eth0"]
         return ["--mca", "btl", "^openib", *link, *given]
 

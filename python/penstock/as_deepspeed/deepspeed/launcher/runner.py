@@ -32,7 +32,7 @@ def parse_resource_filter(
 ) -> dict[str, list[int]]:
     """Returns, by host, the slots that --include or --exclude leaves.
 
-    Raises ValueError, as `penstock run` does, for a wrong filter.
+    Raises ValueError for an invalid filter, as `penstock run` does.
     """
     hosts = [
         hostfile.Host(name, max(slots, default=-1) + 1, "host_info")

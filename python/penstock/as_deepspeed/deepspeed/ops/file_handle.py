@@ -49,10 +49,10 @@ def _transfer(how: _Move, held: memoryview, path: str | int, at: int) -> None:
 
 
 class PinMemoryHandle:
-    """Makes host tensors for transfers. They need no pinned memory here."""
+    """Makes host tensors for transfers. Transfers need no pinned memory here."""
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a vector of the example's dtype. It begins at a page, as O_DIRECT needs."""
+        """Returns a vector of the example's dtype. It starts at a page boundary, for O_DIRECT."""
         if num_elem == 0:
             return torch.empty(0, dtype=example_tensor.dtype)
         pages = mmap.mmap(-1, num_elem * example_tensor.element_size())
@@ -114,8 +114,8 @@ class AioHandle(PinMemoryHandle):
         _transfer(move, _bytes_of(buffer), filename, file_offset)
         return 1
 
-    # Fill the buffer from the file, or write it to the file. async_*() return before it is done:
-    # call wait() before you use or change the buffer.
+    # These fill the buffer from the file, or write the buffer to the file. async_*() return before
+    # the transfer ends: call wait() before you use or change the buffer.
     async_pread = functools.partialmethod(_begin, _READ)
     sync_pread = functools.partialmethod(_run, _READ)
     sync_pwrite = functools.partialmethod(_run, _WRITE)

@@ -1,5 +1,6 @@
-"""The part of the engine that weights gradients, because a script may call backward of the loss
-itself: then the loss is not divided by the accumulation steps, and in fp16 perhaps not scaled."""
+"""The part of the engine that weights gradients. It is needed because a script may call
+loss.backward() itself. Such a loss is not divided by the accumulation steps, and in fp16 it may not
+be scaled."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class BackwardWeights:
     _summed: float
     _in_forward = False
     _module_hook: Any = None
-    _unscaled = False  # a plain backward may follow whose loss nobody has scaled
+    _unscaled = False  # whether a plain backward of an unscaled loss may follow
     gradient_accumulation_steps: Any
     _need_optimizer: Any
 
@@ -63,13 +64,14 @@ class BackwardWeights:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss times the loss scale (fp16), for a plain `.backward()`.
 
-        Raises ConfigError without an optimizer, and for anything but a loss with a graph.
+        Raises ConfigError without an optimizer, or if the loss is not a scalar with a graph.
         """
         self._need_optimizer("scale")
         if loss.numel() != 1 or loss.grad_fn is None:
             raise DeepSpeedRefusal(
                 f"[deepspeed::scale] the loss has shape {tuple(loss.shape)}; it must be a scalar "
-                f"tensor with grad_fn, as in DeepSpeed. For others call tensor.backward(gradient)"
+                f"tensor with grad_fn, as in DeepSpeed. For other tensors, call "
+                f"tensor.backward(gradient)"
             )
         return self._weighted(self.native.scale(loss))
 
@@ -88,15 +90,16 @@ class BackwardWeights:
         return scaled
 
     def _leave_module(self) -> None:
-        """Must be called when the engine is closed: another one may train the model."""
+        """Must be called when the engine is closed, because another engine may train the model."""
         if self._module_hook is not None:
             self._module_hook.remove()
         _ENGINES.discard(self)
 
     def _take_gradients(self) -> None:
-        """Uses the `.grad` that a script has set at stage 0, as DeepSpeed does.
+        """Uses the `.grad` tensors that a script has set at stage 0, as DeepSpeed does.
 
-        In fp16 it has the loss scale. It is averaged over ranks; other parameters get none.
+        In fp16 they include the loss scale. They are averaged over ranks. Parameters without a
+        `.grad` get no gradient.
         """
         params = [one for group in self.basic_optimizer.param_groups for one in group["params"]]
         if not params or params[0].grad is None or not is_readable(params[0].grad):

@@ -17,8 +17,8 @@ from .fp16.loss_scaler import EngineLossScale
 class EngineState(optimizers._State):
     """The optimizer state by parameter: copies of this rank's elements.
 
-    A copy is flat, unless the rank keeps all elements of the parameter. The next step raises
-    ConfigError if the last copy that was read has been edited, since that changes nothing.
+    A copy is flat, unless the rank keeps all elements of the parameter. An edit of a copy has no
+    effect: if the last copy that was read has been edited, the next step raises ConfigError.
     """
 
     def __init__(self, native: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -31,7 +31,8 @@ class EngineState(optimizers._State):
         if native is None or optimizer is None or all(param is not one for one in self):
             raise KeyError(param)
         made = {name: native.local_state(param, name)[1] for name in native.state_names()}
-        keeps = all(one.numel() == param.numel() for one in made.values())  # not another stage
+        # A parameter of another stage has no elements here.
+        keeps = all(one.numel() == param.numel() for one in made.values())
         if native.config.strategy == "ddp" and keeps:
             made = {name: one.view(param.shape) for name, one in made.items()}
         self._read |= {(id(param), name): (one, one._version) for name, one in made.items()}
@@ -45,8 +46,8 @@ class EngineState(optimizers._State):
         edited = {name for (_, name), (one, version) in read.items() if one._version != version}
         if edited:
             raise ConfigError(
-                f"[deepspeed::optimizer] optimizer.state gives copies, and an edit of "
-                f'"{min(edited)}" in one has no effect: use '
+                f"[deepspeed::optimizer] optimizer.state returns copies, so the edit of "
+                f'"{min(edited)}" has no effect: use '
                 f"deepspeed.utils.safe_set_full_optimizer_state()"
             )
 
@@ -73,8 +74,8 @@ class _Unsaved(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeFault(
-            "[deepspeed::optimizer] state_dict() has no optimizer state to save, since the engine "
-            "keeps it: save it with engine.save_checkpoint()"
+            "[deepspeed::optimizer] the dict that state_dict() returns cannot be saved: the engine "
+            "keeps the optimizer state. Save it with engine.save_checkpoint()"
         )
 
 
@@ -204,8 +205,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def load_state_dict(self, state_dict: Any, **_: Any) -> None:
         """Raises RuntimeFault. Use engine.load_checkpoint() instead."""
         raise RuntimeFault(
-            "[deepspeed::optimizer] load_state_dict() is not supported, since the engine keeps the "
-            "state: load it with engine.load_checkpoint()"
+            "[deepspeed::optimizer] load_state_dict() is not supported, because the engine keeps "
+            "the optimizer state: load it with engine.load_checkpoint()"
         )
 
     def offload_states(self, *args: Any, **options: Any) -> None:

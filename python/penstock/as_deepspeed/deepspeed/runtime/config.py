@@ -174,13 +174,14 @@ def _sequence_ranks(given: Mapping[str, Any], mpu: Any) -> dict[str, int]:
     said, key = size(), "sequence_parallel_size"
     if given.get(key) not in (None, "auto", 0, said):
         raise ConfigError(
-            f'[deepspeed::initialize] "{key}" is {given[key]}, but the mpu or mesh_param has {said}'
+            f'[deepspeed::initialize] "{key}" is {given[key]}, but the mpu or mesh_param has '
+            f"{said} sequence ranks: make them equal"
         )
     return {key: said}
 
 
 def _refuse_left_over(keys: list[str]) -> None:
-    """Refuses "auto" in keys with which DeepSpeed computes."""
+    """Refuses keys that are still "auto", if DeepSpeed computes with their values."""
     if keys:
         raise ConfigError(
             f'[deepspeed::initialize] "{keys[0]}" is still "auto": write a '
@@ -190,7 +191,7 @@ def _refuse_left_over(keys: list[str]) -> None:
 
 
 def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
-    """Returns name and parameters of a torch.optim class; None if the engine has its kernel."""
+    """Returns the name and options of a torch.optim class; None if the engine has its kernel."""
     name = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(name, str):
         return None
@@ -204,8 +205,9 @@ def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
     unknown = sorted(params.keys() - inspect.signature(made).parameters)
     if unknown:
         raise ConfigError(
-            f'[deepspeed::initialize] "optimizer.params.{unknown[0]}" is no option of torch.optim.'
-            f"{name}; allowed: {', '.join([*inspect.signature(made).parameters][1:])}"
+            f'[deepspeed::initialize] "optimizer.params.{unknown[0]}" is not an option of '
+            f"torch.optim.{name}; allowed: "
+            f"{', '.join([*inspect.signature(made).parameters][1:])}"
         )
     _refuse_left_over(
         [f"optimizer.params.{key}" for key, value in params.items() if value == "auto"]

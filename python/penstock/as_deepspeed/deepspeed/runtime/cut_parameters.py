@@ -35,8 +35,8 @@ def tensor_ranks_of(mpu: Any) -> int:
         return 1
     if group is None:
         raise ConfigError(
-            f"[deepspeed::initialize] the mpu has {size} tensor ranks and no "
-            f"get_model_parallel_group()"
+            f"[deepspeed::initialize] the mpu has {size} tensor ranks, but it lacks the method "
+            f"get_model_parallel_group(): add it"
         )
     of_stage = get_world_size() // bwc_pipeline_parallel_world_size(mpu)
     first, stage = get_rank() // size * size, get_rank() // of_stage * of_stage
@@ -50,16 +50,16 @@ def tensor_ranks_of(mpu: Any) -> int:
             raise ConfigError(
                 f"[deepspeed::initialize] the mpu's {name}() has ranks "
                 f"{dist.get_process_group_ranks(own)} on rank {get_rank()}; allowed: {expected}. "
-                f"Tensor ranks must be neighbours, and all other ranks data ranks (with stages: "
-                f"PipelineModule)"
+                f"Tensor ranks must be neighbours, and all other ranks must be data ranks. For "
+                f"stages, use a PipelineModule"
             )
     return size
 
 
 def own_settings(mpu: Any, config: Any) -> dict[str, Any] | None:
-    """Returns Penstock's settings for the tensor ranks of an mpu; None without any.
+    """Returns Penstock's settings for the tensor ranks of an mpu; None if it has no tensor ranks.
 
-    Raises ConfigError if the config sets tensor ranks or rules, too, or on an accelerator.
+    Raises ConfigError if the config also sets tensor ranks or rules, or on an accelerator.
     """
     size = tensor_ranks_of(mpu)
     if size == 1:
@@ -67,16 +67,16 @@ def own_settings(mpu: Any, config: Any) -> dict[str, Any] | None:
     device = get_accelerator().device_name()
     if device != "cpu":
         raise ConfigError(
-            f"[deepspeed::initialize] {size} tensor ranks of an mpu or a topology cannot train on "
-            f"a device yet, and this machine has {device!r}. Set DS_ACCELERATOR=cpu to train on "
-            f'the CPU, or cut the layers by "tensor_parallel"'
+            f"[deepspeed::initialize] the mpu or topology has {size} tensor ranks, which cannot "
+            f"train on a device yet, but this machine has {device!r}. Set DS_ACCELERATOR=cpu to "
+            f'train on the CPU, or cut the layers by "tensor_parallel"'
         )
     given = as_dict(config)
     parallel = (given.get("penstock") or {}).get("parallel") or {}
     if "tensor_parallel" in given or "rules" in parallel:
         raise ConfigError(
-            "[deepspeed::initialize] an mpu or a topology with tensor ranks is for a model that "
-            'cuts its own layers: remove "tensor_parallel" and "penstock.parallel.rules"'
+            "[deepspeed::initialize] the mpu or topology has tensor ranks, so the model must cut "
+            'its own layers: remove "tensor_parallel" and "penstock.parallel.rules"'
         )
     return {"mesh": {"tensor": size}}
 
@@ -120,8 +120,8 @@ class CutParameters:
         for name, one in [*model.named_parameters(), *model.named_buffers()]:
             if one.is_meta or one.untyped_storage().nbytes() < one.nbytes:
                 raise ConfigError(
-                    f'[deepspeed::initialize] "{name}" has no values: build a model that cuts its '
-                    f"own layers (mpu) without zero.Init and without meta tensors"
+                    f'[deepspeed::initialize] "{name}" has no values. A model that cuts its own '
+                    f"layers (mpu) must be built without zero.Init and without meta tensors"
                 )
             told = self._cut[name][1:] if name in self._cut else _hash(one)
             own[name] = (tuple(one.shape), told)
@@ -129,10 +129,10 @@ class CutParameters:
         for name in dict.fromkeys(name for one in all_of for name in one):  # so all ranks raise
             if any(one.get(name) != all_of[0].get(name) for one in all_of):
                 raise ConfigError(
-                    f'[deepspeed::initialize] "{name}" differs between tensor ranks: if each has '
-                    f"a part of it, set param.model_parallel = True and param.partition_dim, and "
-                    f"give all ranks parts of the same shape; otherwise give them the same values "
-                    f"(make a buffer that must differ a plain attribute)"
+                    f'[deepspeed::initialize] "{name}" differs between tensor ranks. If each rank '
+                    f"has a part of it, set param.model_parallel = True and param.partition_dim, "
+                    f"and give all ranks parts of the same shape. Otherwise, give them the same "
+                    f"values; a buffer that must differ must be a plain attribute instead"
                 )
 
     def join(self) -> None:
@@ -161,7 +161,7 @@ def _place(name: str, param: torch.nn.Parameter) -> tuple[int, int]:
         raise ConfigError(
             f'[deepspeed::initialize] "{name}" of shape {list(param.shape)} has partition_dim '
             f"{dim} and partition_stride {stride}; allowed: dim 0 or 1, and a stride that divides "
-            f"its size"
+            f"the size of this dim"
         )
     return dim, stride
 

@@ -248,7 +248,7 @@ class DeepSpeedEngine(
         if made is None:  # the weights are only read
             self._frozen = [one for one in self._model.parameters() if one.requires_grad]
             _set_trainable(self._frozen, False)
-            text = "no optimizer: parameters get no gradients in this engine's forwards"
+            text = "no optimizer is given: this engine's forwards compute no parameter gradients"
             log_dist(text, ranks=[0])
         if "path" in native.get("offload", {}):
             make_folder(native["offload"]["path"])
@@ -372,8 +372,9 @@ class DeepSpeedEngine(
         """
         if self._inside:
             raise DeepSpeedRefusal(
-                f"[deepspeed::step] not allowed inside {self._inside}(): It is illegal to call "
-                f"Engine.step() inside no_sync context manager or this one. Call it after it"
+                f"[deepspeed::step] step() is not allowed inside {self._inside}(), as in DeepSpeed "
+                f"(It is illegal to call Engine.step() inside no_sync context manager, or inside "
+                f"coalesce_grad_reduction()). Call it after the block"
             )
         self._applied = False
         self._stepping = True
@@ -396,8 +397,8 @@ class DeepSpeedEngine(
             )
 
     def update(self) -> None:
-        """Updates only the weights. Raises ConfigError if the engine has no optimizer, and for
-        parameters without a gradient if "ignore_unused_parameters" is false."""
+        """Updates only the weights. Raises ConfigError if the engine has no optimizer, or if a
+        parameter has no gradient and "ignore_unused_parameters" is false."""
         self._need_optimizer("step")
         if self._config.zero_optimization_stage == 0 and self._reduction == "sum":
             self._take_gradients()
@@ -435,7 +436,7 @@ class DeepSpeedEngine(
             autotuning.after_step(self, self.config["autotuning"])
 
     def _window_loss(self) -> float | None:
-        """Returns the losses since the last update, summed, and averaged over data ranks.
+        """Returns the sum of the losses since the last update, averaged over data ranks.
 
         Returns None if there is no monitor or the step was skipped.
         """
@@ -464,8 +465,8 @@ class DeepSpeedEngine(
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the window.
 
-        As in DeepSpeed, the call has no effect with ZeRO-2 and 3, where loops may make it after
-        each micro-batch.
+        As in DeepSpeed, the call has no effect with ZeRO-2 and 3, where a training loop may call it
+        after each micro-batch.
         """
         if self._config.zero_optimization_stage < 2:
             self.native.zero_grad()
@@ -499,8 +500,8 @@ class DeepSpeedEngine(
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError. Compile the model's blocks before initialize() instead."""
         raise ConfigError(
-            "[deepspeed::compile] not supported: compile the model's blocks before initialize(): "
-            "for block in model.blocks: block.compile()"
+            "[deepspeed::compile] engine.compile() is not supported. Compile the model's blocks "
+            "before initialize(): for block in model.blocks: block.compile()"
         )
 
     def __getattr__(self, name: str) -> Any:

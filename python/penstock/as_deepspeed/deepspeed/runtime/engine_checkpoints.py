@@ -1,8 +1,8 @@
 """Checkpoints with DeepSpeed's folder layout: DIR/latest, DIR/TAG/, DIR/zero_to_fp32.py.
 
 DIR/TAG holds a Penstock checkpoint (docs/formats.md). It is complete or absent, and loads on any
-number of ranks. Files with DeepSpeed's names, for programs that expect them, describe the run and,
-if ranks hold whole weights, contain the weights in their compute dtype.
+number of ranks. Other files, for programs that expect them, have DeepSpeed's names. They describe
+the run and, if ranks hold whole weights, contain the weights in their compute dtype.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _of_first_rank(value: _T) -> _T:
 
 
 def _different(text: str) -> list[str]:
-    """Returns the texts of all ranks, by rank; if all are equal, a list of one."""
+    """Returns the texts of all ranks, by rank, or only one text if all are equal."""
     texts = _of_ranks(text)
     return texts[:1] if len(set(texts)) == 1 else texts
 
@@ -158,7 +158,7 @@ class EngineCheckpoints:
         if mode == "fail":
             raise TagMismatch(f"{text}. Pass the same tag on every rank")
         level = WARNING if mode == "warn" else INFO
-        log_dist(f"{text}. All ranks use rank 0's", ranks=[0], level=level)
+        log_dist(f"{text}. All ranks use the tag of rank 0", ranks=[0], level=level)
         return str(names[0])
 
     @staticmethod
@@ -233,9 +233,9 @@ class EngineCheckpoints:
             tag: the checkpoint's name; default: the name in the file `latest`, or in
                 `latest_universal` if "checkpoint.load_universal" is true. A checkpoint that
                 DeepSpeed wrote is converted first, to TAG.penstock beside it.
-            load_module_strict: False: parameters that do not train keep their values if the
-                checkpoint lacks them. If only weights are loaded, so do all other parameters, and
-                weights that the model lacks are ignored.
+            load_module_strict: if False, parameters that do not train keep their values if the
+                checkpoint lacks them. If only weights are loaded, all other parameters keep
+                theirs, too, and weights that the model lacks are ignored.
             load_optimizer_states: also load masters, moments and counts.
             load_lr_scheduler_states: also load the scheduler's state.
             load_module_only: load only the weights.
@@ -309,7 +309,7 @@ class EngineCheckpoints:
         if name is None:
             return None
         if not (root / name).is_dir():
-            raise ConfigError(f'[deepspeed::load_checkpoint] there is no "{root / name}"')
+            raise ConfigError(f'[deepspeed::load_checkpoint] there is no folder "{root / name}"')
         if universal.is_ours(root / name):
             return name
         made = root / f"{name}.penstock"
@@ -331,7 +331,7 @@ class EngineCheckpoints:
         if len(texts) > 1 and len(texts) != get_world_size():
             logger.warning(
                 "the number of ranks has changed since each rank saved its own client_state: all "
-                "ranks get rank 0's"
+                "ranks get the client_state of rank 0"
             )
             texts = texts[:1]
         state: dict[str, Any] = _unpickled(texts[get_rank() if len(texts) > 1 else 0])
@@ -415,7 +415,8 @@ class EngineCheckpoints:
     ) -> None:
         """Loads whole weights (`checkpoint["module"]`), which must be the same on all ranks.
 
-        custom_load_fn(src=weights, dst=module) writes them itself. Rank 0's result counts.
+        If `custom_load_fn` is given, custom_load_fn(src=weights, dst=module) writes the weights,
+        and rank 0's result counts.
         """
         if custom_load_fn is None:
             self.native.load_state_dict(checkpoint["module"], strict=strict)

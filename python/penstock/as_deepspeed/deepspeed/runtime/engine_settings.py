@@ -161,8 +161,8 @@ class EngineSettings:
         per_step = config.train_micro_batch_size_per_gpu * self.dp_world_size
         if per_step == 0 or train_batch_size % per_step != 0:
             raise ConfigError(
-                f"[deepspeed::set_train_batch_size] {train_batch_size} is not a multiple of "
-                f"{per_step}, which is micro-batch size times data ranks"
+                f"[deepspeed::set_train_batch_size] the batch size {train_batch_size} is not a "
+                f"multiple of {per_step} (micro-batch size times data ranks)"
             )
         config.gradient_accumulation_steps = train_batch_size // per_step
         config.train_batch_size = train_batch_size
@@ -235,9 +235,9 @@ class EngineSettings:
         size = batch_size or self._config.train_micro_batch_size_per_gpu
         if data_sampler is None and self.sequence_parallel_size > 1:
             raise ConfigError(
-                "[deepspeed::deepspeed_io] sequence ranks need a data_sampler. It decides whether "
-                "they load the same samples, which the script cuts, or different ones "
-                "(UlyssesSPDataLoaderAdapter)"
+                "[deepspeed::deepspeed_io] with sequence ranks, pass a data_sampler. It determines "
+                "whether these ranks load the same samples, which the script then cuts, or "
+                "different samples (UlyssesSPDataLoaderAdapter)"
             )
         if data_sampler is None and (route != ROUTE_TRAIN or self.dp_world_size < self.world_size):
             data_sampler = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
@@ -274,7 +274,7 @@ class EngineSettings:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Checks its arguments. On a CPU all states are in host memory already.
+        """Only checks its arguments, because on a CPU all states are already in host memory.
 
         Raises ConfigError on other devices, and with offload_param.
         """

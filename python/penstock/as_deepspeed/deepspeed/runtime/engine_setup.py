@@ -26,7 +26,7 @@ from ..utils.logging import set_log_level_from_string
 from .base_optimizer import ZeROOptimizer
 from .config import DeepSpeedConfig
 
-# Keys that have no effect in penstock.Engine, but here; "x." stands for the section x.
+# Keys that this package applies but penstock.Engine ignores; "x." stands for all keys of section x.
 _TAKEN_HERE = (
     "steps_per_print", "dataloader_drop_last", "fp16.auto_cast", "wall_clock_breakdown",
     "memory_breakdown", "dump_state", "log_level", "flops_profiler.", "comms_logger.",
@@ -58,7 +58,7 @@ def warn_of(translated: Any) -> None:
 
 
 def _check_tested(config: DeepSpeedConfig, kind: type) -> None:
-    """Refuses untested classes if the config says so; by default all elementwise ones train."""
+    """Refuses untested classes if the config says so. By default, any elementwise one may train."""
     allowed = config._values.get("zero_allow_untested_optimizer", True)
     if config.zero_enabled and not allowed and kind not in _TESTED:
         raise DeepSpeedRefusal(
@@ -77,7 +77,7 @@ def _check_given(config: DeepSpeedConfig, given: Any) -> None:
     fits = isinstance(given, DeepSpeedCPUAdam | DeepSpeedCPULion)
     if forced and _offloads_optimizer(config) and not fits:
         raise DeepSpeedRefusal(
-            f'[deepspeed::initialize] "zero_force_ds_cpu_optimizer" is true, and the optimizer is '
+            f'[deepspeed::initialize] "zero_force_ds_cpu_optimizer" is true, but the optimizer is '
             f"a {type(given).__name__}: pass a DeepSpeedCPUAdam, or set the key to false"
         )
 
@@ -104,7 +104,10 @@ def optimizer_of(
     native = dict(config.native)
     section = native.pop("optimizer", None)
     if isinstance(given, ZeROOptimizer):
-        raise DeepSpeedRefusal("[deepspeed::initialize] the optimizer belongs to another engine")
+        raise DeepSpeedRefusal(
+            "[deepspeed::initialize] the given optimizer belongs to another engine: pass a torch "
+            "optimizer"
+        )
     chosen = [one for one in model.parameters() if one.requires_grad]
     if parameters is not None:
         chosen = list(parameters)
@@ -174,8 +177,8 @@ def check_arguments(engine: Any, reduction: str) -> None:
     unmanaged = not engine._config.managed_gradient_accumulation
     if unmanaged and engine._config.zero_optimization_stage < 2 and engine.zero_overlap_comm():
         raise DeepSpeedRefusal(
-            '[deepspeed::initialize] "managed_gradient_accumulation": false supports overlap_comm '
-            "only with ZeRO stage 2 and 3, as in DeepSpeed: remove overlap_comm"
+            '[deepspeed::initialize] if "managed_gradient_accumulation" is false, overlap_comm is '
+            "supported only with ZeRO stage 2 and 3, as in DeepSpeed: remove overlap_comm"
         )
     named, own = engine._config.grad_accum_dtype, engine._config.native.get("precision", "fp32")
     held = _short(named or own)

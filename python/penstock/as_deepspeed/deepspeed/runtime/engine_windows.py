@@ -12,8 +12,8 @@ from .._refusal import DeepSpeedRefusal
 def _need_managed(managed: bool, name: str) -> None:
     if not managed:
         raise DeepSpeedRefusal(
-            f"[deepspeed::{name}] not supported if managed_gradient_accumulation is false, as in "
-            f"DeepSpeed, because each step() then ends a window"
+            f"[deepspeed::{name}] {name}() is not supported if managed_gradient_accumulation is "
+            f"false, as in DeepSpeed, because each step() then ends a window"
         )
 
 
@@ -75,8 +75,8 @@ class EngineWindows:
         _need_managed(self._managed, "coalesce_grad_reduction")
         if self._config.zero_optimization_stage == 0:
             raise DeepSpeedRefusal(
-                "[deepspeed::coalesce_grad_reduction] not supported at stage 0, as in DeepSpeed: "
-                "use no_sync()"
+                "[deepspeed::coalesce_grad_reduction] coalesce_grad_reduction() is not supported "
+                "at stage 0, as in DeepSpeed: use no_sync()"
             )
         with self._open_block("coalesce_grad_reduction"):
             yield
@@ -85,8 +85,9 @@ class EngineWindows:
     def _open_block(self, name: str) -> Iterator[None]:
         if self._inside:
             raise DeepSpeedRefusal(
-                f"[deepspeed::{name}] not allowed inside {self._inside}(), as in DeepSpeed "
-                f"({name} context manager reentry is unsupported, and so are nested contexts)"
+                f"[deepspeed::{name}] {name}() is not allowed inside {self._inside}(), as in "
+                f"DeepSpeed ({name} context manager reentry is unsupported, and so are nested "
+                f"contexts)"
             )
         self._inside = name
         try:

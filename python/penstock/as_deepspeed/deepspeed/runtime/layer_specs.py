@@ -49,8 +49,8 @@ def rules_of(model: torch.nn.Module, section: Mapping[str, Any], tensor: int) ->
     rules |= _others(model, rules, known) if merged else _divided(model, rules, known)
     if not rules:
         raise ConfigError(
-            '[deepspeed::initialize] "tensor_parallel.partition_config" names no layer of this '
-            "model: a pattern is matched from the beginning of a weight's name"
+            '[deepspeed::initialize] "tensor_parallel.partition_config" matches no layer of this '
+            "model. A pattern must match from the beginning of a weight's name"
         )
     return rules
 
@@ -94,7 +94,7 @@ class _Spec:
             )
         self._parts = self._parts_of(given.get("shape"))
         if self.grad_allreduce and self.type != "skip":
-            self._fail('grad_allreduce needs partition_type "skip", since the weight stays whole')
+            self._fail('grad_allreduce is allowed only with partition_type "skip" (a whole weight)')
         if self._gather and (self._parts or self.type != "column"):
             self._fail('gather_output needs partition_type "column" without a shape')
 
@@ -136,7 +136,7 @@ def _first(specs: list[_Spec], name: str) -> _Spec | None:
 
 
 def _agreed(name: str, style: str, known: Rules) -> str:
-    """Returns the style, or the model's own one for heads that are shared between ranks.
+    """Returns the style, or the model's own style if ranks share heads.
 
     Raises ConfigError if the model's forward needs another style.
     """

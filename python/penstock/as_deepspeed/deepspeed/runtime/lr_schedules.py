@@ -1,4 +1,4 @@
-"""Arguments and config sections of learning rate schedules; penstock.front.schedules has these."""
+"""Arguments and config sections of learning rate schedules (see penstock.front.schedules)."""
 
 from __future__ import annotations
 
@@ -65,4 +65,4 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[Any, str]:
     for name in ("lr_range_test_min_lr", "cycle_max_lr", "warmup_max_lr"):
         if name in params:
             return params[name], ""
-    return None, f"{config['type']} has no rate, only factors of the optimizer's rate"
+    return None, f"{config['type']} has no learning rate, only factors of the optimizer's rate"

@@ -41,8 +41,8 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Prints the memory of rank 0's accelerator and of its host, if `force` is set.
 
-    MA is the memory that tensors occupy, CA what torch's allocator holds. On a CPU both are the
-    resident memory of the process.
+    MA is the memory that tensors occupy; CA is the memory that torch's allocator holds. On a CPU
+    both are the resident memory of the process.
     """
     if not force or int(os.environ.get("RANK", "0")) != 0:
         return
@@ -85,8 +85,8 @@ def clip_grad_norm_(
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(engine_of(one) is not None for one in chosen):
         raise ConfigError(
-            "[deepspeed::clip_grad_norm_] not supported, since the engine shards gradients: set "
-            "gradient_clipping in the config"
+            "[deepspeed::clip_grad_norm_] the parameters belong to an engine, which shards their "
+            "gradients: set gradient_clipping in the config instead"
         )
     return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
 
@@ -103,7 +103,7 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Returns the bounds of parts whose largest and smallest sum of weights differ least.
+    """Returns bounds for which the largest and the smallest sum of a part's weights differ least.
 
     With as many weights as parts, or fewer, each part has at most one. If several partitions are
     equally good, returns the one with the smallest last parts.
@@ -129,7 +129,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 class PartitionedTensor:
-    """A tensor of which each rank of a group keeps a slice of the elements.
+    """A tensor whose elements are divided among the ranks of a group.
 
     Args:
         tensor: the full values, which are equal on all ranks.
@@ -148,7 +148,8 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = "cpu"
     ) -> PartitionedTensor:
-        """Makes one from results of to_meta() and data(). full() puts the tensor on `device`."""
+        """Makes a PartitionedTensor from the results of to_meta() and data(). Its full() puts the
+        tensor on `device`."""
         num_dims, *rest = meta.tolist()
         num_parts, rank, *partition = rest[num_dims:]
         made = cls(torch.empty(0), group)

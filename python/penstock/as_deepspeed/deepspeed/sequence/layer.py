@@ -102,8 +102,8 @@ class DistributedAttention(torch.nn.Module):
         super().__init__()
         if scatter_idx != _HEADS or gather_idx not in (0, 1):
             raise ConfigError(
-                f"[deepspeed::DistributedAttention] scatter_idx is {scatter_idx} and gather_idx "
-                f"{gather_idx}; allowed: 2 (heads) and 0 or 1 (tokens)"
+                f"[deepspeed::DistributedAttention] scatter_idx is {scatter_idx} and gather_idx is "
+                f"{gather_idx}; allowed: scatter_idx 2 (heads), gather_idx 0 or 1 (tokens)"
             )
         self.local_attn, self.spg = local_attention, sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
@@ -123,7 +123,7 @@ class DistributedAttention(torch.nn.Module):
 
         Args:
             query, key, value: [batch, own tokens, heads, size], or tokens first.
-            batch_dim_idx: 0; 1 if tokens are first.
+            batch_dim_idx: 1 if tokens are first, else 0.
             rotary_pos_emb: must be None: rotate queries and keys before the call.
             args, kwargs: passed to the local attention.
 
@@ -143,8 +143,8 @@ class DistributedAttention(torch.nn.Module):
         if query.dim() != 4 or groups < ranks or query.shape[_HEADS] % groups:
             self._fail(
                 f"queries are {list(query.shape)}, with {groups} key and value heads on {ranks} "
-                f"ranks; allowed: four dims, at least as many key and value heads as ranks, and "
-                f"query heads whose number is a multiple of these"
+                f"ranks; allowed: four dims, at least as many key and value heads as ranks, and a "
+                f"number of query heads that is a multiple of the number of key and value heads"
             )
         parts = [
             to_heads(one, self.spg, self._heads(one, groups, ranks), dim)

@@ -54,7 +54,7 @@ def _asks(name: str, otherwise: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _of_tensor_ranks(name: str, otherwise: Callable[[], Any]) -> Callable[[], Any]:
-    """The same, except for an mpu whose model ranks are another name for its sequence ranks."""
+    """The same, but an mpu with sequence ranks counts as none: its model ranks are these ranks."""
     return lambda: getattr(None if hasattr(mpu, _SEQUENCES) else mpu, name, otherwise)()
 
 
@@ -109,8 +109,8 @@ def _get_expert_parallel_ranks(
     replicas, rest = divmod(data, expert_parallel_size_)
     if left or more or rest:
         raise ConfigError(
-            f"[deepspeed::_get_expert_parallel_ranks] {world_size} ranks cannot be divided by "
-            f"{pipeline_parallel_size_} stages, {tensor_parallel_size_} tensor ranks and "
+            f"[deepspeed::_get_expert_parallel_ranks] {world_size} ranks cannot be divided evenly "
+            f"into {pipeline_parallel_size_} stages, {tensor_parallel_size_} tensor ranks and "
             f"{expert_parallel_size_} expert ranks"
         )
     experts, same = [], []

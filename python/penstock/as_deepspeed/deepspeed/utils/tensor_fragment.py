@@ -3,7 +3,7 @@
 All ranks must call these functions, except safe_get_local_fp32_param() and
 safe_get_local_optimizer_state(). "Local" values are copies of this rank's elements, flat and
 without padding. The engine shards units, not single parameters, so a rank may have all or none of a
-parameter's elements. Gradients are without the loss scale of fp16.
+parameter's elements. Gradients do not include the loss scale of fp16.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replaces the averaged gradient. Call it after the accumulation window's last backward.
 
-    If ranks pass different values, each element is that of one rank: the ranks take turns in equal
-    runs, as in DeepSpeed's flat buffers. At stage 0 it raises ConfigError.
+    If ranks pass different values, each rank's values count for one contiguous part of the
+    elements, as in DeepSpeed's flat buffers. The parts are equal. At stage 0, different values
+    raise ConfigError.
     """
     engine = _engine(param)
     try:
@@ -159,7 +160,8 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     engine = _engine(param)
     begin, own = engine.local_state(param, "param")
     fits = value.numel() == own.numel()
-    # The new gradient, how many ranks give each element, and how many give a wrong number of them.
+    # The new gradient, the number of ranks that give each element, and the number of ranks that
+    # give a wrong number of elements.
     given = torch.zeros(2 * param.numel() + 1, dtype=torch.float32)
     sums, counts, wrong = torch.split(given, [param.numel(), param.numel(), 1])
     if fits:
@@ -169,8 +171,8 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     comm._reduce_values(given)
     if wrong > 0 or not param.requires_grad:
         raise ConfigError(
-            f"[deepspeed::safe_set_local_grad] rank {get_rank()} gives {value.numel()} elements of "
-            f"{engine.name_of(param)!r}; needed on each rank: those of safe_get_local_grad(), here "
-            f"{own.numel()}"
+            f"[deepspeed::safe_set_local_grad] rank {get_rank()} passes {value.numel()} elements "
+            f"of {engine.name_of(param)!r}, but every rank must pass as many as "
+            f"safe_get_local_grad() returns on it (on this rank: {own.numel()})"
         )
     safe_set_full_grad(param, (sums / counts).view(param.shape))

@@ -24,7 +24,10 @@ def _numbers(version: object) -> tuple[int, ...]:
 def required_torch_version(min_version: object = None, max_version: object = None) -> bool:
     """Whether torch's release is in the range, bounds included."""
     if not min_version and not max_version:
-        raise ConfigError("[deepspeed::required_torch_version] give min_version or max_version")
+        raise ConfigError(
+            "[deepspeed::required_torch_version] neither min_version nor max_version is given: "
+            "pass one or both"
+        )
     has = _numbers(torch.__version__)
     return (not min_version or _numbers(min_version) <= has) and (
         not max_version or has <= _numbers(max_version)

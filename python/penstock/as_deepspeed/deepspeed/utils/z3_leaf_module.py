@@ -23,7 +23,7 @@ def z3_leaf_parameter(model: torch.nn.Parameter) -> bool:
 
 
 class _Callable(types.ModuleType):
-    """The module, which `deepspeed.utils` has under the name of its function."""
+    """The type of this module. `deepspeed.utils` exports the module under its function's name."""
 
     def __call__(self, model: torch.nn.Module) -> bool:
         return z3_leaf_module(model)

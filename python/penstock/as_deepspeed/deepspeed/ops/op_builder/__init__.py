@@ -26,8 +26,8 @@ class OpBuilder:
         """Raises ConfigError: kernels are part of the engine and cannot be loaded separately."""
         raise ConfigError(
             f"[deepspeed] {type(self).__name__}.load(): the engine's kernels cannot be loaded "
-            f"separately: use the optimizers in deepspeed.ops, or offload_*.device nvme for the "
-            f"disk tier"
+            f"separately. Use the optimizers in deepspeed.ops or, for the disk tier, set "
+            f'offload_*.device to "nvme"'
         )
 
     builder = jit_load = load

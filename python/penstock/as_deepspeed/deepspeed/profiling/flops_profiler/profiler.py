@@ -36,7 +36,7 @@ def get_model_profile(  # noqa: PLR0913 - DeepSpeed's signature
         args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device)]
     if not args and not options:
         raise ConfigError(
-            "[deepspeed::get_model_profile] no input: pass input_shape, args or kwargs"
+            "[deepspeed::get_model_profile] no input is given: pass input_shape, args or kwargs"
         )
     call: Any = model.generate if mode == "generate" else model
     for _ in range(warm_up):

@@ -57,13 +57,15 @@ def configure(  # noqa: PLR0913 - DeepSpeed's signature
         asked.get("partition_activations") and count
     ):
         raise DeepSpeedRefusal(
-            "[deepspeed::configure] contiguous checkpointing needs partitioned activations and the "
-            "number of layers (num_checkpoints), as in DeepSpeed: set them, or leave it out, since "
-            "it has no effect here"
+            "[deepspeed::configure] contiguous checkpointing also needs partitioned activations "
+            "and the number of layers (num_checkpoints), as in DeepSpeed: set both, or remove "
+            "contiguous checkpointing, which has no effect here"
         )
     chosen = [name for name, value in asked.items() if value]
     if chosen:
-        logger.warning(f"deepspeed.checkpointing: no effect in Penstock: {', '.join(chosen)}")
+        logger.warning(
+            f"deepspeed.checkpointing: settings without effect in Penstock: {', '.join(chosen)}"
+        )
     _configured = True
 
 
@@ -76,7 +78,7 @@ def reset() -> None:
 
 
 def _as_before(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function; when it runs again, the tracker's generators draw the same values."""
+    """Wraps the function. When it runs again, the tracker's generators draw the same values."""
     first: list[dict[str, torch.Tensor]] = []
 
     def run(*args: Any) -> Any:
@@ -135,12 +137,12 @@ def _rng_state() -> torch.Tensor:
 
 
 def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
-    """Sets the generator of the accelerator, which is the CPU's if there is none."""
+    """Sets the state of the accelerator's generator, or of the CPU's on a machine without one."""
     get_accelerator().set_rng_state(new_state, *(() if device < 0 else (device,)))
 
 
 class CudaRNGStatesTracker:
-    """Random generators by name, for layers that must draw equal, or different, values on ranks.
+    """Named random generators, for layers that must draw equal or different values on the ranks.
 
     They are generators of the device of get_accelerator().
     """
@@ -175,7 +177,9 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Makes torch draw from the generator with this name inside the context."""
         if name not in self.states_:
-            raise ConfigError(f"[deepspeed::checkpointing] there is no generator {name!r}")
+            raise ConfigError(
+                f"[deepspeed::checkpointing] there is no generator {name!r}: call add() first"
+            )
         before = _rng_state()
         _set_cuda_rng_state(self.states_[name])
         try:

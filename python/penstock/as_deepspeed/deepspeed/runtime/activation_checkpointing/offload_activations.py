@@ -70,7 +70,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def mark(self, tensor: torch.Tensor) -> None:
-        """Makes the next save of this tensor by autograd move it."""
+        """Marks a tensor. When autograd saves it the next time, it is moved to the host."""
         self._marked[id(tensor)] += 1
         self.stats.marked_tensors += 1
 
@@ -83,8 +83,8 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
     def __enter__(self) -> Any:
         if self in _open:
             raise RuntimeError(
-                "[deepspeed::CheckpointHiddenStatesOffload] this context is open, and it is not "
-                "re-entrant. Make another one for a nested context"
+                "[deepspeed::CheckpointHiddenStatesOffload] this context is already open, and it "
+                "cannot be entered twice. Make another one for a nested context"
             )
         self.reset()
         _open.append(self)

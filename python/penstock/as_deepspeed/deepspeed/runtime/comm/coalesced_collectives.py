@@ -15,8 +15,8 @@ def reduce_scatter_coalesced(tensors: list[torch.Tensor], group: Any = None) -> 
     The tensors keep their values. They must have one dtype and one device.
 
     Returns:
-        For each tensor its part of this rank, with one dimension: ceil(numel / ranks) elements, and
-        fewer or none on the last ranks if these do not divide numel.
+        For each tensor, this rank's part as a vector of ceil(numel / ranks) elements. If the number
+        of ranks does not divide numel, the last ranks have fewer elements or none.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [-(-one.numel() // world) for one in tensors]

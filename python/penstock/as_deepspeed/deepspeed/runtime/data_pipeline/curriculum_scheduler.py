@@ -63,7 +63,8 @@ class CurriculumScheduler:
         if kind == "custom":
             if self.custom_get_difficulty is None:
                 raise ConfigError(
-                    "[deepspeed::CurriculumScheduler] call set_custom_get_difficulty() first"
+                    '[deepspeed::CurriculumScheduler] schedule_type is "custom", but it has no '
+                    "function: call set_custom_get_difficulty() first"
                 )
             return self.custom_get_difficulty(global_steps)
         if kind == "fixed_discrete":
@@ -72,7 +73,7 @@ class CurriculumScheduler:
         return self._rounded(global_steps, options.get("root_degree", 1))
 
     def _rounded(self, step: int, degree: float) -> Any:
-        """Returns a difficulty that grows with a root of the step, by difficulty_step."""
+        """Returns a difficulty that grows with a root of the step, in units of difficulty_step."""
         options, low = self.state["schedule_config"], self.state["min_difficulty"]
         high, unit = self.state["max_difficulty"], options["difficulty_step"]
         share = (step / options["total_curriculum_step"]) ** (1.0 / degree)

@@ -26,9 +26,9 @@ from ..cut_parameters import own_settings
 from ..engine import DeepSpeedEngine, _halved, close_earlier
 from .module import PipelineError, PipelineModule
 
-# Keys of the config section "pipeline" without effect. The first three have none in DeepSpeed
-# either, because the PipelineModule sets these values. The engine recomputes without torch's
-# checkpoint(), so use_reentrant has none.
+# Keys of the config section "pipeline" that have no effect. The first three have none in DeepSpeed
+# either, because the PipelineModule sets these values. use_reentrant has none because the engine
+# recomputes without torch's checkpoint().
 _UNUSED = ("stages", "partition", "seed_layers", "pipe_partitioned", "grad_partitioned",
            "use_reentrant")  # fmt: skip
 
@@ -114,9 +114,9 @@ class PipelineEngine(DeepSpeedEngine):
             )
         if made.native["mesh"]["tensor"] != self.grid.model_parallel_size:
             raise ConfigError(
-                "[deepspeed::initialize] tensor_parallel is not supported with a PipelineModule: "
-                'tensor ranks are the axis "model" of its topology, over which its layers cut '
-                "their parameters themselves"
+                "[deepspeed::initialize] tensor_parallel is not supported with a PipelineModule. "
+                'Its tensor ranks are the axis "model" of its topology, and its layers cut their '
+                "own parameters over this axis"
             )
         own_settings(self.mpu, given)
         if made.sequence_parallel_size > 1:
@@ -208,9 +208,10 @@ class PipelineEngine(DeepSpeedEngine):
             return map(self._micro_batch, itertools.repeat(None))
         if not hasattr(iterator, "__next__"):
             raise ConfigError(
-                f"[deepspeed::train_batch] the data iterator is a {type(iterator).__name__}: the "
-                f"first and the last stage need an iterator, iter(loader). Or use training_data, "
-                f"set_dataloader(), or set_batch_fn() with a function that accepts None"
+                f"[deepspeed::train_batch] the data iterator is a {type(iterator).__name__}, but "
+                f"the first and the last stage need an iterator: pass iter(loader), or use "
+                f"training_data, set_dataloader(), or set_batch_fn() with a function that accepts "
+                f"None"
             )
         assert iterator is not None
         return map(self._micro_batch, iterator)
@@ -245,8 +246,8 @@ class PipelineEngine(DeepSpeedEngine):
                 Default: the iterator that was set, or the one over `training_data`.
 
         Returns:
-            The mean loss over micro-batches and data ranks, [] fp32 on the rank's device, on every
-            rank.
+            The mean loss over micro-batches and data ranks, as an fp32 scalar on the rank's device.
+            Every rank gets it.
 
         Raises:
             StopIteration: there are no more micro-batches.
@@ -295,20 +296,20 @@ class PipelineEngine(DeepSpeedEngine):
         Args:
             data_iter: the source of micro-batches, as in train_batch().
             return_logits: also return the outputs of the last micro-batch.
-            compute_loss: reduce and return the losses; False: the outputs, each a tensor or a tuple
-                of tensors.
+            compute_loss: whether to return the losses. If False, the outputs are reduced and
+                returned instead; each is a tensor or a tuple of tensors.
             reduce_output: "avg": the mean over micro-batches and data ranks; None: a list with
                 this data rank's value of each micro-batch.
             bcast_loss: return a mean loss on every rank, not only on the last stage.
             num_micro_batches: default: as many as a batch has.
 
         Returns:
-            The mean or the list. On stages other than the last it is None, except a mean loss with
-            `bcast_loss`. With `return_logits`, a pair of this result and the outputs (None on other
-            stages).
+            The mean or the list. On stages other than the last the result is None, but with
+            `bcast_loss` a mean loss is returned on all stages. With `return_logits`, a pair of this
+            result and the outputs (None on other stages).
 
         Raises:
-            ConfigError: a list would be broadcast.
+            ConfigError: reduce_output has another value, or bcast_loss is set for a list of losses.
         """
         _check_eval(compute_loss, reduce_output, bcast_loss)
         outputs: list[Any] = []
@@ -348,8 +349,8 @@ class PipelineEngine(DeepSpeedEngine):
         """Returns None. Raises ConfigError if the module reports additional losses."""
         if self.module.get_additional_losses() is not None:
             raise ConfigError(
-                "[deepspeed::get_additional_losses] not supported: log them in loss_fn or in a "
-                "layer of the last stage"
+                "[deepspeed::get_additional_losses] additional losses are not supported: log them "
+                "in loss_fn or in a layer of the last stage"
             )
 
     def set_has_attention_mask(self, value: bool) -> None:
@@ -435,8 +436,8 @@ def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:
     unlike = [key for key, own in known.items() if section.get(key) not in (None, "auto", own)]
     if unlike:
         log_dist(
-            f"no effect, as in DeepSpeed, because the PipelineModule has its own: "
-            f"{', '.join('pipeline.' + key for key in unlike)}",
+            f"these keys have no effect, as in DeepSpeed, because the PipelineModule sets their "
+            f"values: {', '.join('pipeline.' + key for key in unlike)}",
             ranks=[0],
             level=WARNING,
         )

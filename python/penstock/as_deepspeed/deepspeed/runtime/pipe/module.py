@@ -262,8 +262,8 @@ class PipelineModule(nn.Module):
         problem = ""
         if edited:
             problem = (
-                "[deepspeed::initialize] forward_funcs of the PipelineModule was edited, which "
-                "changes no layer that the engine runs: pass other layers to PipelineModule()"
+                "[deepspeed::initialize] PipelineModule.forward_funcs was edited, but the engine "
+                "does not run this list: pass the new layers to PipelineModule() instead"
             )
         elif apart:
             problem = (
@@ -290,8 +290,8 @@ class PipelineModule(nn.Module):
         _raise_together(
             ""
             if len(set(counts)) == 1
-            else f"[deepspeed::initialize] the optimizer has {counts} groups on the stages: create "
-            f"the same groups on each, empty ones if needed"
+            else f"[deepspeed::initialize] the optimizer has {counts} groups on the stages; these "
+            f"numbers must be equal: create the same groups on each stage, empty ones if needed"
         )
         for param, name in names.items():
             owned = told[self.stage_owner(int(name.split(".")[0]))][1]
@@ -347,7 +347,9 @@ def _topology(given: ProcessTopology | None, num_stages: int | None) -> ProcessT
     """
     world = get_world_size()
     if given is None and num_stages is None:
-        raise ConfigError("[deepspeed::PipelineModule] give num_stages or topology")
+        raise ConfigError(
+            "[deepspeed::PipelineModule] neither num_stages nor topology is given: pass one of them"
+        )
     if given is None:
         assert num_stages is not None
         if not isinstance(num_stages, int) or num_stages < 1 or world % num_stages:

@@ -102,7 +102,7 @@ class PipeSchedule(abc.ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards only. Odd stages receive before they send, even ones afterwards."""
+    """Forwards only. Odd stages receive before they send; even stages send before they receive."""
 
     def num_pipe_buffers(self) -> int:
         return 2

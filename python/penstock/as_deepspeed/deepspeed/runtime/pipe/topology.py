@@ -39,8 +39,8 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) < len(axes) or any(one < 1 for one in dims):
             raise ConfigError(
-                f"[deepspeed::ProcessTopology] axes {list(axes)} and dims {list(dims)}; allowed: "
-                f"different names, with a size of 1 or more for each"
+                f"[deepspeed::ProcessTopology] axes are {list(axes)} and dims are {list(dims)}; "
+                f"allowed: different names, with a size of 1 or more for each"
             )
         self.axes, self.dims = list(axes), list(dims)
         made: Any = collections.namedtuple  # Any: mypy wants literal field names
@@ -60,7 +60,9 @@ class ProcessTopology:
             )
         key = self.ProcessCoord(**coord_kwargs)
         if key not in self.mapping:
-            raise ConfigError(f"[deepspeed::get_rank] {key} is outside of {self.dims}")
+            raise ConfigError(
+                f"[deepspeed::get_rank] {key} is outside the topology, whose sizes are {self.dims}"
+            )
         return self.mapping[key]
 
     def get_axis_names(self) -> list[str]:

@@ -52,7 +52,7 @@ def sequence_tiled_compute(  # noqa: PLR0913 - DeepSpeed's signature
     Args:
         fn: fn(**part, **kwargs_to_pass) -> output of the part.
         seqlen: the size of dim 1 of the tensors in kwargs_to_shard, [batch, seqlen, ...].
-        shards: the largest number of parts; the last one may be shorter.
+        shards: the maximum number of parts; the last part may be shorter.
         kwargs_to_shard, kwargs_to_pass: arguments that are cut, and that are not.
         grad_requiring_tensor_key, compute_params: accepted, without effect: all tensors and
             parameters get their gradients.
@@ -65,8 +65,8 @@ def sequence_tiled_compute(  # noqa: PLR0913 - DeepSpeed's signature
     unlike = {key: one for key, one in shapes.items() if one[1:2] != (seqlen,)}
     if unlike:
         raise ConfigError(
-            f"[deepspeed::tiled_compute] seqlen is {seqlen}, and kwargs_to_shard has {unlike}; "
-            f"allowed: tensors of [batch, seqlen, ...]"
+            f"[deepspeed::tiled_compute] seqlen is {seqlen}, but tensors of kwargs_to_shard have "
+            f"other shapes, {unlike}; allowed: [batch, seqlen, ...]"
         )
     size, outputs = math.ceil(seqlen / shards), []
     for begin in range(0, seqlen, size):
@@ -91,14 +91,14 @@ class TiledMLP:
             fn: fn(module, part) -> [..., part of tokens, size].
             module: passed to fn.
             x: [..., tokens, size].
-            shards: the largest number of parts.
+            shards: the maximum number of parts.
             params: accepted, without effect.
         """
         return torch.cat([_recomputed(fn, module, part) for part in x.chunk(shards, -2)], -2)
 
 
 class TiledFusedLogitsLoss:
-    """`apply()` calls a loss function on parts of the tokens; not all logits exist at once."""
+    """`apply()` calls a loss function on parts of the tokens, so not all logits exist at once."""
 
     @staticmethod
     def apply(  # noqa: PLR0913 - DeepSpeed's signature
@@ -114,12 +114,12 @@ class TiledFusedLogitsLoss:
         """Returns the mean or the sum of the parts' losses, [].
 
         Args:
-            fn: fn(module, part of x, part of y) -> []; if a mask is given, a fourth argument is its
-                part.
+            fn: fn(module, part of x, part of y) -> []; if a mask is given, its part is the fourth
+                argument.
             module: passed to fn.
             x, y: [batch, tokens, ...]. Parts are [part of batch * tokens, ...].
             mask: [batch, tokens] or None.
-            shards: the largest number of parts.
+            shards: the maximum number of parts.
             params: accepted, without effect.
             output_reduction: "mean" or "sum".
 

@@ -41,8 +41,8 @@ def _fail(text: str) -> NoReturn:
 class UlyssesSPAttentionHF(torch.nn.Module):
     """Causal attention for transformers' models over sequences that are cut among ranks.
 
-    The mask follows from `position_ids`, padding and sliding windows. A new sequence begins at a
-    position that does not follow the previous one, unless the row has padding.
+    The mask follows from `position_ids`, padding and sliding windows. A position that does not
+    follow the previous one begins a new sequence, unless the row has padding.
 
     Args:
         attn: a function in transformers' ALL_ATTENTION_FUNCTIONS.
@@ -91,8 +91,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if heads % ranks or (keys % ranks and ranks % keys):
             _fail(
                 f"there are {heads} attention heads and {keys} key and value heads, but "
-                f"sequence_parallel_size is {ranks}. It must divide the number of attention heads, "
-                f"and the number of key and value heads must be its multiple or its divisor"
+                f"sequence_parallel_size is {ranks}. This size must divide the number of attention "
+                f"heads, and must divide the number of key and value heads or be a multiple of it"
             )
 
     def forward(  # noqa: PLR0913 - transformers' arguments
@@ -146,7 +146,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         self._check_heads(query.shape[1], key.shape[1])
         if query.shape[2] != key.shape[2]:
             _fail(
-                f"there are {query.shape[2]} queries and {key.shape[2]} keys: to generate, "
+                f"there are {query.shape[2]} queries but {key.shape[2]} keys. To generate, "
                 f"register with disable_in_eval=True and call model.eval()"
             )
         if not self.seq_length_is_variable and query.shape[2] != self.local_seq_length:
@@ -156,7 +156,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             )
         causal = options.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
-            _fail(f"{type(module).__name__} is not causal, which is not supported")
+            _fail(f"{type(module).__name__} is not causal: only causal attention is supported")
         for name in ("position_bias", "s_aux"):
             if options.get(name) is not None:
                 _fail(f"{type(module).__name__} has {name}, which is not supported")
@@ -209,7 +209,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     def _compare(
         self, given: torch.Tensor | None, whole: torch.Tensor | None, valid: torch.Tensor
     ) -> None:
-        """Raises ConfigError if the model's mask of this part, which is not used, differs."""
+        """Raises ConfigError if the model's own mask of this part, which is not used, differs."""
         if given is None:
             return
         size = given.shape[-1]
@@ -262,7 +262,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if not seq_length_is_variable and length is None:
             _fail("seq_length is needed if seq_length_is_variable is False")
         if length is not None and length % sequence_parallel_size:
-            _fail(f"seq_length {length} is not divisible by {sequence_parallel_size}")
+            _fail(
+                f"seq_length is {length}, which is not divisible by sequence_parallel_size, "
+                f"{sequence_parallel_size}"
+            )
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
         config = _config_of(model_name_or_path, core_attn_implementation)
@@ -379,13 +382,13 @@ class UlyssesSPDataLoaderAdapter:
         tokens = whole["input_ids"].shape[1]
         if tokens % self.sp_world_size:
             return (
-                f"{tokens} tokens do not divide evenly among the {self.sp_world_size} ranks of a "
-                f"sequence: pad them"
+                f"a batch has {tokens} tokens, which do not divide evenly among the "
+                f"{self.sp_world_size} ranks of a sequence: pad the sequences"
             )
         for key, one in whole.items():
             if torch.is_tensor(one) and (one.dim() < 2 or one.shape[1] != tokens):
                 return (
-                    f'"{key}" is {list(one.shape)}, but must be [batch, {tokens}, ...], as '
+                    f'"{key}" is {list(one.shape)}, but must be [batch, {tokens}, ...], like '
                     f"input_ids"
                 )
         return whole

@@ -11,12 +11,12 @@ def _print(total: int, largest_layer: int, num_ranks: int, factor: float) -> Non
     """Prints the estimate for numbers of parameters.
 
     The estimate counts, per parameter, 2 bytes for the weight, 2 for the gradient, and 12 for the
-    master and the moments. As in DeepSpeed, `factor` multiplies host memory; the engine needs no
-    more than these bytes there, so it is 1 unless a script passes its own.
+    master and the moments. As in DeepSpeed, `factor` multiplies host memory. A script may pass it;
+    the default is 1, because the engine needs only these bytes on the host.
     """
     print(
-        f"Memory for parameters, gradients and optimizer state of {total / 1e6:.0f}M parameters, "
-        f"the largest layer {largest_layer / 1e6:.0f}M, on {num_ranks} ranks (mixed precision, "
+        f"Memory for parameters, gradients and optimizer state of {total / 1e6:.0f}M parameters "
+        f"(largest layer: {largest_layer / 1e6:.0f}M) on {num_ranks} ranks (mixed precision, "
         f"Adam).\n  per rank | host     | strategy"
     )
     rows = [

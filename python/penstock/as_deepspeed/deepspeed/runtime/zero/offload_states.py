@@ -25,8 +25,8 @@ def _at(engine: Any) -> torch.device:
     device = torch.device(engine.device)
     if device.type != "cpu":
         raise ConfigError(
-            f"[deepspeed::offload_states] not supported on {device.type}: set where states are in "
-            f"the config (offload_optimizer, offload_param)"
+            f"[deepspeed::offload_states] offload_states() is not supported on {device.type}. "
+            f"Choose where states are kept in the config (offload_optimizer, offload_param)"
         )
     return device
 
@@ -40,17 +40,20 @@ def check_offload(engine: Any, include: Iterable[Any] | None, device: Any) -> No
     section = engine.zero_offload_param() or {}
     if section.get("device", "none") != "none":
         raise ConfigError(
-            "[deepspeed::offload_states] not supported with offload_param, as in DeepSpeed"
+            "[deepspeed::offload_states] offload_states() is not supported with offload_param, as "
+            "in DeepSpeed"
         )
     if engine.basic_optimizer is None:
-        raise ConfigError("[deepspeed::offload_states] not supported without an optimizer")
+        raise ConfigError(
+            "[deepspeed::offload_states] offload_states() is not supported without an optimizer"
+        )
     if place == _Device.nvme.value:
         raise ValueError(
             "[deepspeed::offload_states] NVMe is not supported, as in DeepSpeed: set "
             "offload_optimizer in the config"
         )
     if place == _Device.none.value:
-        logger.warning("offload_states: no device is given, so nothing moves")
+        logger.warning('offload_states: the device is "none", so nothing moves')
         return
     _at(engine)
 

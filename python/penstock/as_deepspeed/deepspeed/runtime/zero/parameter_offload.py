@@ -8,7 +8,7 @@ import torch
 
 
 def _external_parameters(module: torch.nn.Module) -> tuple[()]:
-    """Returns (): the engine finds parameters of other modules that a module reads."""
+    """Returns (): the engine itself finds parameters that a module reads from other modules."""
     return ()
 
 

@@ -75,7 +75,9 @@ def _all_gather(param: Any, param_list: Any = None, **_: Any) -> None:
 
 def _partition(param: Any, param_list: Any = None, **_: Any) -> None:
     if not _open.get(id(param)):
-        raise ConfigError("[deepspeed::partition] call all_gather() of this parameter first")
+        raise ConfigError(
+            "[deepspeed::partition] the parameter is not gathered: call its all_gather() first"
+        )
     _open[id(param)].pop().__exit__(None, None, None)
 
 
@@ -121,7 +123,7 @@ def _check_place(device: str | None, path: str) -> None:
 
 
 def _check_groups(data: Any, sequence_data: Any) -> None:
-    """Refuses a group of fewer ranks than the run has, and a run of fewer than were launched."""
+    """Refuses a group that lacks ranks of the run, and a run that lacks ranks of the launcher."""
     if data is not None and sequence_data is not None:
         _refuse("sequence_data_parallel_group", sequence_data, "data_parallel_group is given, too")
     group = data if data is not None else sequence_data
@@ -147,7 +149,8 @@ class Init:
     Args:
         module: an existing module whose parameters are sharded at once, in their dtypes.
         data_parallel_group, sequence_data_parallel_group: a group of all ranks.
-        remote_device: "nvme": shards are on disk, in `offload_param.nvme_path` of the config.
+        remote_device: if it is "nvme", shards are on disk, in `offload_param.nvme_path` of the
+            config.
         config_dict_or_path: the config with this path.
         config: the same; it has precedence over config_dict_or_path.
         enabled: False disables the context.
@@ -197,7 +200,7 @@ class Init:
         if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             _refuse("dtype", dtype, "allowed: torch.float32, torch.bfloat16, torch.float16")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            _refuse("zero_quantized_weights", True, "write it as a key of zero_optimization")
+            _refuse("zero_quantized_weights", True, "set it as a key of zero_optimization instead")
         if param_swapper is not None:
             _refuse("param_swapper", param_swapper, "the engine has its own")
         if any(str(getattr(one, "name", one)) == "dtype" for one in tensor_overrides):
@@ -258,7 +261,7 @@ class GatheredParameters:
     Args:
         params: one or several parameters, sharded or not.
         modifier_rank: the rank whose changes are kept; None if no rank changes values, or all ranks
-            make the same changes. With `enable_sanity_checks` any change then is an error.
+            make the same changes. With `enable_sanity_checks`, None makes any change an error.
         fwd_module: accepted, without effect.
         enabled: False disables the context.
 
@@ -314,8 +317,8 @@ def _states(params: list[torch.Tensor], modifier_rank: int | None) -> list[Any]:
     states = [getattr(param, "ds_status", None) for param in params]
     if modifier_rank is not None and ZeroParamStatus.AVAILABLE in states:
         raise penstock.RuntimeFault(
-            "[deepspeed::GatheredParameters] a parameter is in an outer block already, so this "
-            "block cannot have a modifier_rank, as in DeepSpeed: give it to the outer block"
+            "[deepspeed::GatheredParameters] an outer block has already gathered a parameter, so "
+            "this block cannot have a modifier_rank, as in DeepSpeed: pass it to the outer block"
         )
     return states
 
@@ -358,7 +361,7 @@ def _keep_views(engine: Any, params: list[torch.Tensor]) -> None:
     values.keep_views(values.units_of([engine._structure.own[one] for one in params]))
 
 
-_WORDS = 1 << 18  # that _digest() takes at once
+_WORDS = 1 << 18  # number of words that _digest() processes at once
 
 
 def _by_engine(params: list[torch.Tensor]) -> dict[int, tuple[Any, list[torch.Tensor]]]:
@@ -371,7 +374,7 @@ def _by_engine(params: list[torch.Tensor]) -> dict[int, tuple[Any, list[torch.Te
 
 
 def _digest(param: torch.Tensor) -> int:
-    """A number of the bits of a parameter, weighted by position, that edits change."""
+    """Returns a hash of a parameter's bits and their positions."""
     raw = param.detach().contiguous().view(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
     odd = torch.arange(1, 2 * _WORDS, 2, device=raw.device)
@@ -384,7 +387,7 @@ def _digest(param: torch.Tensor) -> int:
 
 
 def _seen(param: torch.Tensor) -> tuple[int, int]:
-    """The digest, and the count of torch's edits, which may write the same values."""
+    """Returns the digest and torch's count of edits, which includes edits that change no bits."""
     return _digest(param), param._version
 
 
@@ -409,7 +412,8 @@ def _refuse_edits(params: list[torch.Tensor], seen: list[tuple[int, int]]) -> No
     if any(_on_any_rank(edited)):
         raise penstock.RuntimeFault(
             "[deepspeed::GatheredParameters] in-place modification of parameters without a "
-            "modifier_rank, which enable_sanity_checks refuses: pass the rank whose values to keep"
+            "modifier_rank is not allowed with enable_sanity_checks: set modifier_rank to the rank "
+            "whose values are kept"
         )
 
 
@@ -446,8 +450,8 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
         return
     if not _are_equal(shown):
         raise penstock.RuntimeFault(
-            "[deepspeed::GatheredParameters] a rank changed values without a modifier_rank, and "
-            "ranks have different values now: pass the rank whose values to keep"
+            "[deepspeed::GatheredParameters] a rank changed values without a modifier_rank, so the "
+            "ranks now have different values: set modifier_rank to the rank whose values are kept"
         )
     held.keep(hollow, shown)
 
@@ -465,7 +469,7 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Takes the mark off. See register_external_parameter()."""
+    """Removes the mark. See register_external_parameter()."""
     parameter.is_external_param = False  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,8 @@
-"""Results of plain module calls for sharded parameters, whose values one rank does not have.
+"""Results of plain module calls on a model with sharded parameters. No rank has all their values.
 
 `module.state_dict()` has empty tensors for them, as in DeepSpeed, because scripts hash, pickle or
-list such a dict on one rank. `module.cpu()` and `module.to(device)` do not move them, as DeepSpeed
-does not move its shards; Lightning moves a model to the CPU when training ends.
+list such a dict on one rank. `module.cpu()` and `module.to(device)` do not move their shards, as in
+DeepSpeed: Lightning moves a model to the CPU when training ends.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class TiledLinear(torch.nn.Module):
             chunks = input_ if self.input_is_already_split else split(input_, sizes)
         if len(chunks) != self.in_splits:
             raise ValueError(
-                f"[deepspeed::zero.TiledLinear] {len(chunks)} inputs, but in_splits is "
-                f"{self.in_splits}"
+                f"[deepspeed::zero.TiledLinear] forward() got {len(chunks)} inputs, but in_splits "
+                f"is {self.in_splits}"
             )
         outputs = []
         for out_id, row in enumerate(self.linears):

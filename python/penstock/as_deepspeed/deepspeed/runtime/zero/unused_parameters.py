@@ -13,7 +13,8 @@ from .partition_parameters import _on_any_rank
 def refuse_unused(engine: Any) -> None:
     """Raises an error if a trainable parameter got no gradient on any rank in this window.
 
-    Only at stages 1 and 2, and if the key is false. The window is dropped. All ranks must call it.
+    It checks only at stages 1 and 2, and only if the key is false. With the error, the window is
+    dropped. All ranks must call it.
     """
     if engine._config.zero_optimization_stage not in (1, 2):
         return
