@@ -63,8 +63,7 @@ struct CommConfig {
   std::string backend = "auto";
   std::string codec = "none";
   int64_t exact_first = 0, exact_every = 0;  // steps with plain wires: the first n, every n-th
-  // The dtype in which low-precision gradients are summed: "gradient" (their own dtype), "fp32" or
-  // "auto" (the engine chooses one of the two).
+  // The dtype of sums of low-precision gradients: "gradient" (their own), "fp32" or "auto".
   std::string reduce_dtype = "auto";
   int64_t bucket_bytes = 1 << 20;  // neighbouring moves smaller than this share one collective
   double timeout_s = 600.0;        // limit of every wait for a peer

@@ -36,8 +36,7 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
 ) -> None:
     """Creates torch.distributed's process group, unless it exists.
 
-    The launcher's environment gives the rank and the address of rank 0. Without a launcher, this
-    process is the only rank.
+    The launcher sets rank and address. Without a launcher, this process is the only rank.
 
     Args:
         dist_backend: by default, and if it names a device's back end (nccl, ccl, ...): gloo for
@@ -54,8 +53,7 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
         return
     if dist_init_required is False:
         raise DeepSpeedRefusal(
-            "[deepspeed::init_distributed] dist_init_required is False, but no process group "
-            "exists: create one first, or leave out the argument"
+            "[deepspeed::init_distributed] dist_init_required is False, but there is no group yet"
         )
     waits = _default_timeout() if timeout is None else timeout
     backend = _back_ends(dist_backend)

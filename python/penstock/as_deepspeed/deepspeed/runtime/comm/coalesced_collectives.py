@@ -21,12 +21,13 @@ def reduce_scatter_coalesced(tensors: list[torch.Tensor], group: Any = None) -> 
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [-(-one.numel() // world) for one in tensors]
     together = tensors[0].new_zeros(world, sum(sizes))
-    for one, own in zip(tensors, together.split(sizes, dim=1), strict=True):
-        for part, given in zip(own, one.reshape(-1).split(max(own.shape[1], 1)), strict=False):
+    for one, own in zip(tensors, torch.split(together, sizes, dim=1), strict=True):
+        pieces = torch.split(one.reshape(-1), max(own.shape[1], 1))
+        for part, given in zip(own, pieces, strict=False):
             torch.div(given, world, out=part[: given.numel()])
     made = torch.empty_like(together[rank])
     dist.reduce_scatter_tensor(made, together.view(-1), group=group)
     parts = []
-    for one, size, part in zip(tensors, sizes, made.split(sizes), strict=True):
+    for one, size, part in zip(tensors, sizes, torch.split(made, sizes), strict=True):
         parts.append(part[: max(0, min(size, one.numel() - rank * size))])
     return parts

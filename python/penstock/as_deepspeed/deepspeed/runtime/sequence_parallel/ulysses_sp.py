@@ -262,10 +262,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if not seq_length_is_variable and length is None:
             _fail("seq_length is needed if seq_length_is_variable is False")
         if length is not None and length % sequence_parallel_size:
-            _fail(
-                f"seq_length is {length}, which is not divisible by sequence_parallel_size, "
-                f"{sequence_parallel_size}"
-            )
+            _fail(f"seq_length {length} is not divisible by {sequence_parallel_size} ranks")
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
         config = _config_of(model_name_or_path, core_attn_implementation)
