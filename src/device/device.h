@@ -8,9 +8,9 @@
 // make that stream wait for all other users of the memory (Fence::wait).
 //
 // [Note: Contexts] A thread begins on device 0. To record or free an event of another device, the
-// thread switches to that device and then back to device 0. The switch back makes a context on
-// device 0 (0.5 GB on a GPU). So every thread that works with events first makes the events' device
-// its current device.
+// thread switches to that device and then back to device 0. This also makes a context on device 0
+// (0.5 GB on a GPU). So every thread that works with events first makes the events' device its
+// current device.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>

@@ -40,7 +40,7 @@ void scale(Address values, int64_t numel, float factor);  // fp32
 // [Note: Reductions on a device] If a reduction sums in a wider dtype, torch first makes a copy of
 // the values in that dtype: 8 bytes per value for a sum in double. The only exception is that bf16
 // and fp16 are summed in fp32 without a copy. So, of the reductions of a whole buffer below, only
-// exact_squares_on_device() needs a copy.
+// exact_squares_on_device() makes such a copy.
 
 // Returns the square root of the sum of squares of values on a device, as a scalar on that device
 // in fp32. Returns infinity if the squares overflow fp32. exact_squares_on_device() returns the sum

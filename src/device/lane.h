@@ -15,13 +15,14 @@
 namespace penstock::device {
 
 // How a lane's work runs on the host. kThread: in the lane's own thread, because the work computes,
-// or waits for peers or a disk. kQueued: in submit(), which only queues the work on the device.
+// or waits for peers or a disk. kQueued: in submit(), because the work only queues operations on
+// the device.
 enum class LaneKind : uint8_t { kThread, kQueued };
 
 // Only the owner's thread calls submit(). After an error the lane runs nothing more, and every
 // later fence carries that first error. The destructor waits for the work in progress and drops
-// queued work. On a device a lane has its own stream, which is the current stream while the lane
-// works. The lane's work runs after everything that the submitting thread queued before submit().
+// queued work. On a device a lane has a stream, which is the current stream while the lane works.
+// The lane's work runs after everything that the submitting thread queued before submit().
 class Lane {
  public:
   explicit Lane(const std::string& name) : Lane(name, Device::host(), LaneKind::kThread) {}

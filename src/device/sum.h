@@ -27,10 +27,10 @@ struct Sum {
 void sum_chunks(const Sum& sum);
 
 // Host only. Does what sum_chunks() does, and in the same pass computes the sum of squares of the
-// written values. Returns `before` plus this sum of squares. The result has the same bits as
-// host::sum_squares(dst), so it is finite if and only if all values are finite ([Note: Squares]). A
-// range may be summed in consecutive parts: if each part except the last is a multiple of 16 * 1024
-// values, the bits are those of one call for the whole range.
+// written values. Returns this sum of squares, which starts at `before`. If `before` is 0, the
+// result has the same bits as host::sum_squares(dst). It is finite if and only if all values are
+// finite ([Note: Squares]). A range may be summed in consecutive parts: if each part except the
+// last is a multiple of 16 * 1024 values, the bits are those of one call for the whole range.
 double sum_chunks_and_squares(const Sum& sum, double before = 0.0);
 
 }  // namespace penstock::device

@@ -15,8 +15,8 @@ struct ConfigKey {
 // Every key of Config::json(), by path.
 std::span<const ConfigKey> config_keys();
 
-// Throws ConfigError with key, value and remedy if `config` sets a key that only the Python front
-// reads to a value other than the default.
+// Throws ConfigError with key, value and remedy if a key of `config` that only the Python front
+// reads does not have its default value.
 void refuse_unread_keys(const Config& config);
 
 }  // namespace penstock::engine

@@ -59,8 +59,8 @@ class TensorAxis {
 };
 
 // The ranks of one sequence, in groups of neighbours. In attention, the ranks of a group exchange
-// values, so that each rank has fewer heads but more tokens. Keys and values travel around a ring:
-// the ranks that have the same place in their groups.
+// values, so that each rank has fewer heads but more tokens. The ranks that have the same place in
+// their groups form a ring, around which keys and values travel.
 class SequenceAxis {
  public:
   using Connect =
