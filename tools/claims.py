@@ -23,7 +23,7 @@ CLAIMS = [
     (README, "time to save 2 GiB", "benchmarks/checkpoint.py"),
     (README, "all-gather, reduce-scatter of 32 MiB", "benchmarks/collectives.py"),
     (README, "of FSDP2's time", "benchmarks/train_gpt.py"),
-    (README, "those of the first row were", "benchmarks/train_gpt.py"),
+    (README, "the ratios of the first row were", "benchmarks/train_gpt.py"),
     (README, "#include <penstock/engine.h>", "tests/ranks/engine_test.cpp"),
     (README, "pip install dist/penstock", "make wheel"),
     (DEEPSPEED, "In fp32 they agree to 2e-6", f"{LOOPS}::2e-6"),

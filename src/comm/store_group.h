@@ -1,7 +1,7 @@
 #pragma once
 // StoreGroup: base class of the groups whose ranks are processes that meet at a store. It
-// implements the roll call, the last call, the board, and end_exchanges(). A subclass implements
-// the exchanges.
+// implements roll_call(), last_call(), board() and end_exchanges(). A subclass implements the
+// exchanges.
 #include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
@@ -60,14 +60,14 @@ class StoreGroup : public Group {
   // these collectives.
   void look_at_device();
   void neighbour_left(const std::string& error);
-  // Clears the reasons that ended the exchanges. For renew().
+  // Clears the reasons why exchanges were ended. Called by renew().
   void forget();
   // Ends the threads that call into the subclass. A subclass calls it in its destructor and in
   // close().
   void let_go();
 
   std::mutex mutex_;
-  std::string ended_;  // guarded by mutex_: why nothing may be exchanged
+  std::string ended_;  // guarded by mutex_: why exchanges were ended; "": they were not
 
  private:
   template <class Run>
@@ -82,10 +82,11 @@ class StoreGroup : public Group {
   std::atomic<bool> met_ = false;
   std::string lost_;  // guarded by mutex_: the error of the first failed exchange
   std::string left_;  // guarded by mutex_: why a neighbour's connection was closed
-  std::map<std::string, double> asked_;  // by lane: age of its wait at its last ask()
+  // For each lane, the age of its wait in seconds when ask() last asked about it.
+  std::map<std::string, double> asked_;
   std::mutex answers_;
   bool answers_questions_ = false;  // guarded by answers_
-  // The last difference, by the rank and the lane that asked. Guarded by answers_.
+  // For each rank and lane that asked, the last difference found. Guarded by answers_.
   std::map<std::pair<int, std::string>, std::string> suspected_;
   std::optional<LostRanks> roll_call_;
   std::optional<Watchdog> watch_;

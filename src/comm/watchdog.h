@@ -21,10 +21,9 @@ class Watchdog {
  public:
   // Both are called on the watchdog's thread.
   using Say = std::function<void(const std::string& line)>;
-  using Look = std::function<std::chrono::milliseconds()>;  // returns when to look again
+  using Look = std::function<std::chrono::milliseconds()>;  // returns the time until the next call
 
-  // If there are no peers, no thread is started. If `warn` is 0, the thread starts only at
-  // look_at().
+  // Starts the thread if there are peers and `warn` is not 0. Otherwise look_at() starts it.
   Watchdog(int rank, int size, const WatchOptions& options, Say say = to_stderr);
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
@@ -44,7 +43,7 @@ class Watchdog {
   Board board_;
   const std::chrono::milliseconds warn_;
   const Say say_;
-  // By lane: the last collective with a warning. Watchdog's thread only.
+  // For each lane, the last collective that got a warning. Used only by the watchdog's thread.
   std::map<std::string, int64_t> warned_;
   std::mutex mutex_;
   std::condition_variable changed_;

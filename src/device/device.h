@@ -41,13 +41,14 @@ class Device {
   c10::Stream current() const;  // the calling thread's stream
   // Returns a high-priority stream for moves. Torch cycles through a few such streams.
   c10::Stream side_stream() const;
-  void make_current() const;  // the calling thread's device ([Note: Contexts])
+  void make_current() const;  // for the calling thread ([Note: Contexts])
   // Allocates with the caching allocator, for the calling thread's stream.
   c10::DataPtr allocate(int64_t bytes) const;
   c10::DataPtr allocate_pinned(int64_t bytes) const;
-  // Frees pinned memory once the copies that this thread's stream has queued so far are done.
+  // Frees pinned memory once the copies queued on this thread's stream so far are done.
   void give_back_pinned(c10::DataPtr memory) const;
-  // Must be called before memory that another stream used is freed.
+  // Records that `stream` used memory that was allocated for another stream. Must be called before
+  // the memory is freed.
   void used_on(const c10::DataPtr& memory, const c10::Stream& stream) const;
   // Returns the number of bytes that can still be allocated on the device. Returns nothing if the
   // device does not report it.

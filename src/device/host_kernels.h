@@ -1,7 +1,7 @@
 #pragma once
 // Passes over values in host memory: conversion, sums of squares, and searches for values that are
 // not finite or were edited. The SIMD instruction set is chosen at run time (Highway); work is
-// split with at::parallel_for. Stateless free functions, callable from any thread.
+// split with at::parallel_for. The functions have no state; any thread may call them.
 #include <cstdint>
 
 #include "src/place/placement.h"
@@ -26,7 +26,7 @@ void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t 
                                 int64_t numel, bool accumulate);
 
 // Copies edited values to `kept`. A value was edited if it differs from the rounded value of
-// `kept`. All other elements of `kept` do not change, so they keep their lower bits.
+// `kept`. All other elements of `kept` do not change, so they keep the bits that rounding drops.
 void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel);
 // The same for values that were published as `base` (of the same dtype) and are not the rounded
 // values of `kept`. A value was edited if its bits differ from the base. `kept` then gets the value

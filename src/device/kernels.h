@@ -1,8 +1,8 @@
 #pragma once
-// Operations on values in any memory. On the host they run at once, in Penstock's own kernels. On a
-// device, or between a device and the host, torch's operations run on this thread's stream. Copies
-// between a device and pinned host memory are asynchronous; the data has arrived after
-// Fence::wait_on_host().
+// Operations on values in any memory. For values in host memory, Penstock's own kernels run
+// immediately. On a device, or between a device and the host, torch's operations run on this
+// thread's stream. Copies between a device and pinned host memory are asynchronous: the data has
+// arrived after Fence::wait_on_host().
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -27,12 +27,12 @@ void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t nu
 [[nodiscard]] bool take_checked(Address to, Dtype to_dtype, Address from, Dtype from_dtype,
                                 int64_t numel, bool accumulate);
 
-// Returns the values in `where`'s memory (null: the host's). A copy to the host blocks. Returns a
-// view if the values are already in that memory.
+// Returns the values as a tensor in the memory of `where` (null: host memory). A copy to the host
+// blocks. Returns a view if the values are already in that memory.
 at::Tensor brought(Address values, Dtype dtype, int64_t numel, const Device* where);
 Address address_of(const at::Tensor& values, const Device* where);
 
-// host::take_edits() for addresses in the same memory.
+// Like host::take_edits(), for addresses that are all on one device or all on the host.
 void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int64_t numel);
 void take_edits(Address kept, Address values, Address base, Dtype dtype, int64_t numel);
 void scale(Address values, int64_t numel, float factor);  // fp32

@@ -32,13 +32,13 @@ class Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  // Records the lane's work for each plan line as an event in the row `row`. Must be called before
-  // the first work.
+  // Makes the lane record its work for each plan line as an event in row `row` of the trace. Must
+  // be called before the first submit().
   void record(std::shared_ptr<trace::Recorder> recorder, const std::string& row);
 
   Fence submit(std::function<void()> work);
   // Waits for the work in progress, drops queued work and ends the thread, as the destructor does.
-  // The fences of later work carry an error.
+  // The fences of work submitted later carry an error.
   void close();
 
  private:

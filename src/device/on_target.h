@@ -1,6 +1,6 @@
 #pragma once
-// For tests of kernels on each instruction set of the machine: a fixture with a parameter from
-// hwy::SupportedAndGeneratedTargets().
+// A fixture for tests that run kernels on each instruction set of the machine. The test's parameter
+// comes from hwy::SupportedAndGeneratedTargets().
 #include <hwy/highway.h>
 
 #include <cstdint>
@@ -11,7 +11,7 @@ template <typename Test>
 class OnTarget : public Test {
  protected:
   void SetUp() override { choose(this->GetParam()); }
-  void TearDown() override { choose(0); }  // 0 = allows all targets of the machine again
+  void TearDown() override { choose(0); }  // 0 allows all targets of the machine again
 
  private:
   static void choose(int64_t targets) {

@@ -16,7 +16,7 @@ namespace penstock::samples {
 inline constexpr Dtype kDtypes[] = {Dtype::kFp32, Dtype::kBf16, Dtype::kFp16};
 inline const std::vector<int64_t> kSizes = {0, 1, 7, 33, 1000, 100003};
 
-// One value of any dtype, converted by c10's scalar casts.
+// Reads one value of any dtype. c10's scalar casts convert it.
 inline float read(const void* at, Dtype dtype, int64_t i) {
   if (dtype == Dtype::kBf16) return static_cast<const c10::BFloat16*>(at)[i];
   if (dtype == Dtype::kFp16) return static_cast<const c10::Half*>(at)[i];

@@ -10,7 +10,7 @@ namespace penstock::device {
 // Usable from any thread whose current device is the stream's device ([Note: Contexts]). Move-only.
 class StreamEvent {
  public:
-  // Marks the end of the work that `stream` has so far. Throws what the device throws.
+  // Marks the end of the work that is queued on `stream` so far. Throws the device's errors.
   explicit StreamEvent(const c10::Stream& stream);
   ~StreamEvent();  // a later StreamEvent reuses the device's event
   StreamEvent(StreamEvent&& other) noexcept;
@@ -18,7 +18,7 @@ class StreamEvent {
 
   void block(const c10::Stream& stream) const;  // later work of `stream` waits for the event
   void synchronize() const;                     // the host waits
-  bool query() const;                           // whether the event has passed
+  bool query() const;                           // whether all work before the event is done
 
  private:
   c10::Event event_;

@@ -54,7 +54,8 @@ struct Residual {
     };
     return {moved(before), moved(after), dtype, idle, first + value};
   }
-  // Calls visit(begin, end, is_idle) for each range of the first `count` values, from 0.
+  // Divides the first `count` values into idle and other ranges, and calls visit(begin, end,
+  // is_idle) for each range. `begin` and `end` count from the first value.
   template <class Visit>
   void for_each_range(int64_t count, const Visit& visit) const {
     int64_t at = 0;

@@ -107,7 +107,7 @@ def chosen() -> None:
                 assert ds.comm.comm._back_ends(asked) == back_end
             assert ds.comm.comm._back_ends("gloo") == "gloo"
     with drop_in(DS_ACCELERATOR="cuda") as ds:
-        wanted = 'DS_ACCELERATOR is "cuda", but this machine has "sim". Unset it'
+        wanted = 'DS_ACCELERATOR is "cuda", but this machine has "sim". Unset the variable'
         with pytest.raises(ValueError, match=re.escape(wanted)):
             ds.initialize(model=torch.nn.Linear(3, 3), config=_config())
     with drop_in() as ds, pytest.raises(ValueError, match="set_accelerator.*is a str"):

@@ -19,6 +19,7 @@ TRAINS = Pytest(("tests/parity/test_pipeline.py", "-k", "two_stages and zero2"))
 HELD_ONCE = Pytest(
     ("tests/parity/test_pipeline.py", "-k", "held_parameters_are_gathered_once and interleaved")
 )
+LEDGER = Pytest(("tests/parity/test_pipeline.py", "-k", "ledger_plans_windows and zero3"))
 MESHES = Pytest(("tests/parity/test_pipeline.py", "-k", "test_trains and zero1"))
 
 
@@ -201,5 +202,12 @@ OVER_STAGES = [
         "            self._check_outside(before)\n",
         "            pass\n",
         state("no_stage_has_alone"),
+    ),
+    Mutation(
+        "the memory of a pipeline is predicted section by section",
+        "src/engine/watch/report.cpp",
+        "entry_of(predict(config, state_->model, false, plan_of));",
+        "entry_of(predict(config, state_->model));",
+        LEDGER,
     ),
 ]

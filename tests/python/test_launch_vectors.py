@@ -435,7 +435,7 @@ def test_the_address_of_the_first_node(monkeypatch):
     assert remote.master_address(job("me@alias", "b")) == "192.168.0.5"
     assert asked[1] == [*SSH, "me@alias", "hostname", "-I"]
     with pytest.raises(
-        RuntimeError, match=r"^\[launch::master_address\] dumb .*give --master-addr"
+        RuntimeError, match=r"^\[launch::master_address\] the name dumb .*give --master-addr"
     ):
         remote.master_address(job("dumb", "b"))
 

@@ -79,7 +79,7 @@ def test_without_memory_all_ranks_warn_and_use_gloo(backend, pools):
     for _, line, said in pools(2).run(train_without_room, backend):
         assert line == "ranks exchange through gloo"
         assert len(said) == 1
-        assert "exchange over gloo: rank 0: no " in said[0], said
+        assert "exchange over gloo: rank 0: cannot allocate " in said[0], said
         assert "of shared memory: File too large" in said[0], said
 
 

@@ -1,16 +1,17 @@
 #pragma once
 // The layout of the memory that the ranks of one host share. Every word that two ranks may access
-// at once is atomic. All other memory has one writer at a time; an atomic word hands the memory
-// over to another thread.
+// at once is atomic. All other memory has one writer at a time, and an atomic word passes the
+// memory to the next thread.
 //
 // [Note: Shared memory] Each ordered pair of ranks has a link with a few slots, and each slot holds
-// one message. The sender takes a free slot, describes the message in it, and posts it with its
-// tag. The receiver searches the link's posted heads for the tag and takes the message. A message
-// has one of two forms. `kChunked`: the sender copies it into the slot's chunks and the receiver
-// copies it out. This form is used for small messages, and for all messages if the kernel does not
-// let processes read each other's memory. `kSpans`: the receiver copies it directly from the
-// sender's memory. No rank writes to another rank's own memory. So to give up a message, a rank
-// only reclaims the slot, and a rank that dies leaves nothing half-written.
+// one message. The sender takes a free slot, describes the message in it, and posts it: the slot's
+// head then has the state `kPosted` and the message's tag. The receiver searches the link's heads
+// for the tag and takes the message. A message has one of two forms. `kChunked`: the sender copies
+// it into the slot's chunks and the receiver copies it out. This form is used for small messages,
+// and for all messages if the kernel does not let processes read each other's memory. `kSpans`: the
+// receiver copies it directly from the sender's memory. No rank writes to another rank's own
+// memory. So a rank that gives up a message only has to reclaim the slot, and a rank that dies
+// leaves no half-written memory in other ranks.
 //
 // A rank sleeps on its bell, which is a futex. When a rank changes something that a peer may wait
 // for, it increments the peer's bell and wakes the peer's threads that wait for the tag.
@@ -21,7 +22,7 @@
 namespace penstock::comm {
 
 inline constexpr uint64_t kShmMagic = 0x3130'6d68'736b'6e70ULL;  // identifies this layout
-inline constexpr int kMostSlots = 32;                            // messages in flight in a link
+inline constexpr int kMostSlots = 32;                            // messages in flight per link
 inline constexpr int kInlineSpans = 6;
 inline constexpr int kChunks = 2;  // per slot: one is filled while the other is emptied
 

@@ -28,9 +28,10 @@ class ShmMessages {
     uint32_t tag = 0;
     std::chrono::milliseconds limit{};
   };
-  // Call after the fabric's end(), which makes messages in progress fail. Joins the thread.
+  // Joins the thread. Must be called after the fabric's end(), which makes messages in progress
+  // fail.
   void close();
-  // Messages that have the same peer and the same tag arrive in the order of these calls.
+  // Messages that have the same peer and the same tag arrive in the order of the add() calls.
   void add(const c10::intrusive_ptr<ShmWork>& work, const Message& message);
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
-// Lets ranks of one host exchange data through shared memory. Engines use a group. torch's DDP,
-// FSDP2 and torch.distributed use a c10d back end, which Python registers as "penstock"
+// Lets ranks of one host exchange data through shared memory. Engines use a Group for this. torch's
+// DDP, FSDP2 and torch.distributed use a c10d back end, which Python registers as "penstock"
 // (python/penstock/front/registration.py).
 #include <c10/util/intrusive_ptr.h>
 
@@ -29,9 +29,9 @@ PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c
                                                       const WatchOptions& watch,
                                                       std::string* why_not);
 
-// [all ranks] The ranks meet at `store`, which only this back end may use. If the ranks cannot
-// share memory, returns null on every rank, and `why_not` gives the reason. Throws std::exception
-// if a rank does not arrive.
+// [all ranks] Makes the c10d back end. The ranks meet at `store`, which only this back end may use.
+// If the ranks cannot share memory, returns null on every rank, and `why_not` gives the reason.
+// Throws std::exception if a rank does not arrive.
 //
 // Supports collectives of CPU tensors of any dtype, point-to-point messages by tag, and the
 // operations that torch builds from these. fp32, bf16 and fp16 are summed in fp32 in rank order and

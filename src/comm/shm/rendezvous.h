@@ -17,9 +17,9 @@ struct ShmMeeting {
 };
 
 // [all ranks] `store` must be used for this meeting only (use a PrefixStore). Ranks are on one host
-// if their kernel (boot id) and process namespace are equal. Each rank then verifies this by
-// opening the other processes and the memory that rank 0 made. Throws std::exception if a rank does
-// not arrive within `timeout`.
+// if their kernel (boot id) and process namespace are equal. Each rank then checks that it can open
+// the other processes and the memory that rank 0 made. Throws std::exception if a rank does not
+// arrive within `timeout`.
 ShmMeeting meet_in_memory(c10d::Store& store, int rank, int size,
                           std::chrono::milliseconds timeout);
 

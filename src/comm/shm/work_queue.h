@@ -10,8 +10,8 @@
 
 namespace penstock::comm {
 
-// The work object that a caller waits on. Another thread completes it, or the caller itself
-// completes it before add() returns.
+// The work object that a caller waits on. Either another thread completes it, or the calling thread
+// itself completes it before add() returns.
 class ShmWork final : public c10d::Work {
  public:
   ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> results);
@@ -43,7 +43,7 @@ class ShmQueue {
 
   // Blocks until all queued collectives are done or have failed, and joins the thread.
   void close();
-  // `at_once`: runs body() on the calling thread, after all earlier collectives.
+  // If `at_once`, runs body() on the calling thread, after all earlier collectives.
   void add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()> body, bool at_once);
 
  private:

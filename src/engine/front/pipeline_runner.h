@@ -27,8 +27,8 @@ class PipelineRunner {
   PipelineRunner(Core& core, const torch::nn::Module& model);
 
   // Both methods run one accumulation window of `num_micro` micro-batches. On the rank with the
-  // last stage, they return the losses (detached ones in train()). On other ranks they return an
-  // empty list.
+  // last stage, they return the losses (detached in train()). On other ranks they return
+  // an empty list.
   std::vector<at::Tensor> train(int num_micro, const std::function<at::Tensor(int)>& loss_of,
                                 const Run& run);
   std::vector<at::Tensor> evaluate(int num_micro, const std::function<at::Tensor(int)>& loss_of,
@@ -47,7 +47,7 @@ class PipelineRunner {
  private:
   struct StageInput;
   struct Arrive;
-  // The forward of one stage and micro-batch, which is kept until its backward.
+  // One stage's forward of one micro-batch. It is kept until its backward.
   struct StagePass {
     StageAction action;
     StageMessage given{};  // received from the previous stage

@@ -31,7 +31,7 @@ class TensorAxis {
              const ModelTree& tree, const std::set<int>& here);
 
   const std::vector<TensorModule>& modules() const { return modules_; }
-  // Returns the label of each module's exchanges with the module's parameters.
+  // Returns for each module the label of its exchanges and the indices of its parameters.
   std::vector<std::pair<comm::Label, std::vector<int>>> labels() const;
   // The cuts of all parameters whose cut is not kWhole, by name.
   const std::map<std::string, Cut>& cuts() const { return cuts_; }
@@ -54,7 +54,7 @@ class TensorAxis {
   std::map<std::string, Cut> cuts_;
   std::vector<comm::Label> labels_;       // labels of the modules' exchanges
   std::vector<std::vector<int>> params_;  // parameters of the modules
-  // Parameters whose modules were not called yet, each with the index of one of its modules.
+  // Maps each parameter whose modules were not called yet to the index of one of these modules.
   std::map<int, size_t> uncalled_;
 };
 
@@ -70,8 +70,8 @@ class SequenceAxis {
   // [all ranks] Called once. `num_neighbours`: ranks per group, a divisor of the number of ranks.
   void arrange(int num_neighbours);
   const std::shared_ptr<parallel::Peers>& all() const { return all_; }
-  const std::shared_ptr<parallel::Peers>& neighbours() const;  // a group must have several ranks
-  const std::shared_ptr<parallel::Peers>& ring() const;        // there must be several groups
+  const std::shared_ptr<parallel::Peers>& neighbours() const;  // requires several ranks per group
+  const std::shared_ptr<parallel::Peers>& ring() const;        // requires several groups
   std::vector<parallel::Peers*> peers() const;
   // Compares values, `text` and the exchanges on the device so far. Returns the first rank that
   // differs from the first rank of the sequence (< 0: none).
@@ -84,7 +84,7 @@ class SequenceAxis {
   std::shared_ptr<parallel::Peers> neighbours_, ring_;  // null if it would have only one rank
 };
 
-// The members are set only if their axis has several ranks.
+// Each member is set only if its axis has several ranks.
 struct ModelRanks {
   std::optional<TensorAxis> tensor;      // mesh.tensor > 1
   std::optional<SequenceAxis> sequence;  // mesh.sequence > 1
@@ -96,9 +96,9 @@ struct ModelRanks {
   // Called before each exchange that layers make with tensor or sequence ranks.
   using Watch = std::function<void(const LayerExchange& made, const comm::Label& label)>;
   void watch(Watch watch);
-  void watch_new();  // must be called when peers were added
-  // Returns an error text if a message between stages is in flight and no rank will receive it.
-  // Otherwise returns "".
+  void watch_new();  // must be called after peers were added
+  // Returns an error text if a batch of the pipeline did not end, so that messages between stages
+  // may still be in flight. Otherwise returns "".
   std::string cut_short() const;
   void close();
   // Returns the exception that an exchange of tensor or sequence ranks threw since the last call,

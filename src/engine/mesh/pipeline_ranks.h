@@ -53,8 +53,8 @@ class PENSTOCK_API PipelineRanks {
 
   // Begins an accumulation window of `num_micro` micro-batches and returns this rank's actions in
   // order. If `trains` is false, there are only forwards. Throws ConfigError if the schedule does
-  // not allow this number of micro-batches. Throws RuntimeFault if the previous window was cut
-  // short or not applied.
+  // not allow this number of micro-batches. Throws RuntimeFault if an error ended the previous
+  // window, or if that window was not applied.
   std::vector<StageAction> begin(int num_micro, bool trains);
   // Must be called before each action's forward or backward, in the order of begin(). Throws
   // RuntimeFault if another action is next.
@@ -73,7 +73,7 @@ class PENSTOCK_API PipelineRanks {
   // Sets the buffers that bring_buffers() copies. Must be called before bring_buffers() and
   // close(), with the same buffers on every rank.
   void set_buffers(std::vector<StageBuffer> buffers);
-  // [all ranks] Overwrites these buffers in place with the values that each buffer's stage has.
+  // [all ranks] Overwrites each of these buffers in place with the values of the buffer's stage.
   // Throws RuntimeFault if the ranks set different buffers.
   void bring_buffers();
 
