@@ -174,8 +174,9 @@ CheckpointReader::CheckpointReader(const std::string& path, const std::string& t
   } else if (!ckpt::exists(path + "/" + ckpt::kManifest)) {
     const std::vector<std::string> tags = ckpt::tags(path);
     if (tags.empty()) {
-      throw RuntimeFault(concat("[ckpt::files] no checkpoint in \"", path, "\": there is no file \"",
-                                path, "/", ckpt::kManifest, "\", and no folder in it has one"));
+      throw RuntimeFault(concat("[ckpt::files] no checkpoint in \"", path,
+                                "\": there is no file \"", path, "/", ckpt::kManifest,
+                                "\", and no folder in it has one"));
     }
     path_ += "/" + tags.front();
   }

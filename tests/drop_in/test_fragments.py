@@ -33,8 +33,8 @@ def test_refusals(stage, found):
     assert ours.get("mixed", True) and (stage == 0 or ours["said"][0] == "")
     texts = (
         differs if stage == 0 else "",
-        "ConfigError: [deepspeed::safe_set_local_grad] rank 0 gives",
-        "ConfigError: [deepspeed::safe_set_local_grad] rank 0 gives 0 elements",
+        "ConfigError: [deepspeed::safe_set_local_grad] rank 0 passes",
+        "ConfigError: [deepspeed::safe_set_local_grad] rank 0 passes 0 elements",
         "ConfigError: [deepspeed::safe_*] the tensor is not a parameter",
     )
     for text, said in zip(texts, ours["said"], strict=False):

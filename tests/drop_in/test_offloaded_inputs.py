@@ -13,8 +13,8 @@ import torch.distributed as dist
 from pipe_models import deepspeed
 
 
-def test_nothing_moves_on_a_cpu(pools):
-    (found,) = pools(1).run(offloaded_inputs.counts, "cpu", 0, True)
+def test_nothing_moves_on_a_cpu(drop_in_pools):
+    (found,) = drop_in_pools(1).run(offloaded_inputs.counts, "cpu", 0, True)
     layers = offloaded_inputs.LAYERS
     assert (found["marked_tensors"], found["skipped_marked_tensors"]) == (layers, layers)
     assert found["offloaded_tensors"] == found["restored_tensors"] == found["offloaded_bytes"] == 0
@@ -34,8 +34,8 @@ def refused():
         outer.__enter__()
 
 
-def test_wrong_uses_are_refused(pools):
-    pools(1).run(refused)
+def test_wrong_uses_are_refused(drop_in_pools):
+    drop_in_pools(1).run(refused)
 
 
 def averaged(sizes, dtype):
@@ -59,9 +59,9 @@ def averaged(sizes, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_reduce_scatter_of_several_tensors(world, dtype, pools):
+def test_reduce_scatter_of_several_tensors(world, dtype, drop_in_pools):
     for sizes in [((6,),), ((6,), (3,)), ((1,),), ((2, 5), (0,), (7,), (1, 1, 1))]:
-        assert all(pools(world).run(averaged, sizes, dtype))
+        assert all(drop_in_pools(world).run(averaged, sizes, dtype))
 
 
 def written(folder):
@@ -86,5 +86,5 @@ def written(folder):
     assert handle.new_cpu_locked_tensor(0, pages).numel() == 0
 
 
-def test_open_files_are_written(pools, tmp_path):
-    pools(1).run(written, str(tmp_path))
+def test_open_files_are_written(drop_in_pools, tmp_path):
+    drop_in_pools(1).run(written, str(tmp_path))

@@ -197,7 +197,7 @@ DAMAGES = [
     ("zero3-bf16", remove("*optim*"), "no optimizer states"),
     ("zero2-bf16", of_two_runs, "two checkpoints"),
     ("zero2-bf16", without_counts, "no step count"),
-    ("zero3-bf16", cut_in_more_parts, "parts on 2 ranks"),
+    ("zero3-bf16", cut_in_more_parts, "4 parts, but there are 2 ranks"),
     ("zero3-bf16", without_a_shape, "elements"),
     ("zero2-bf16", with_code, "mkdir"),
     ("zero3-bf16-universal", cut("exp_avg.pt"), "cannot read"),
