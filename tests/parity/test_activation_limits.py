@@ -214,7 +214,9 @@ REFUSED = {
     "changed in place, not offloaded": Refusal(
         in_place, ["modified by an inplace operation"], ("RuntimeError",), ("none",)
     ),
-    "closed": Refusal(closed_before_backward, ["close() has freed the saved inputs"], ("RuntimeError",)),
+    "closed": Refusal(
+        closed_before_backward, ["close() has freed the saved inputs"], ("RuntimeError",)
+    ),
     "full disk": Refusal(disk_is_full, ["cannot hold a swap file of", "free"], tiers=(DISK,)),
 }
 
