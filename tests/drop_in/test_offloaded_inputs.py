@@ -30,7 +30,7 @@ def refused():
     with pytest.raises(ValueError, match="keep_last_count must be at least 0, not -1"):
         tested.CheckpointHiddenStatesOffload(keep_last_count=-1)
     outer, inner = (tested.CheckpointHiddenStatesOffload() for _ in range(2))
-    with outer, inner, pytest.raises(RuntimeError, match="cannot be entered twice"):
+    with outer, inner, pytest.raises(RuntimeError, match="is not re-entrant"):
         outer.__enter__()
 
 

@@ -84,7 +84,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         if self in _open:
             raise RuntimeError(
                 "[deepspeed::CheckpointHiddenStatesOffload] this context is already open, and it "
-                "cannot be entered twice. Make another one for a nested context"
+                "is not re-entrant. Make another one for a nested context"
             )
         self.reset()
         _open.append(self)
