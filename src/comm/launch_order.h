@@ -5,7 +5,7 @@
 // NCCL requires that all ranks launch the collectives of all communicators in the same order.
 // Otherwise two devices may each wait for a collective that the other device starts only later. So
 // when the model's thread submits a plan line with device collectives, it takes a turn for the
-// line. A lane launches the collectives of a line once all earlier turns have been left. A launch
+// line. A lane launches the collectives of a line once all earlier turns have ended. A launch
 // does not block, because initialize() has connected the communicators. All engines that a process
 // has on a device share the device's turns. Messages between stages take no turns (StageLanes).
 // All ranks submit their lines in the same order, except in one case: a parameter gets no gradient

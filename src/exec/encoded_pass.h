@@ -30,7 +30,7 @@ class EncodedPass {
   // Adds a sum. Does not use the scratch of `buffer`. If `everywhere` is set, all shards of the sum
   // replace `partial`. `noise` depends on the flat and the backward.
   void add_sum(const comm::ReduceBuffer& buffer, bool everywhere, uint64_t noise);
-  // Sets the residual, for all addends, of the sum that was added last. That sum must not be
+  // Sets the residual of the sum that was added last, for all its addends. That sum must not be
   // `everywhere`. `gaps`: ranges of the result to be set to zero; null: none.
   void feed(const device::Residual& residual, std::shared_ptr<const device::Residual::Ranges> gaps);
 

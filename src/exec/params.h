@@ -2,7 +2,7 @@
 // Params: the copies of the parameters, and the windows into the copies that forward and backward
 // use.
 //
-// Used only by the model's thread. Moves to the placement for computing run on the gather lane.
+// Used only by the model's thread. The gather lane runs moves to the placement for computing.
 // Moves away from that placement run on the calling thread, so the memory is free when the call
 // returns.
 #include <string>

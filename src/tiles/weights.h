@@ -39,7 +39,7 @@ class Host {
  public:
   virtual ~Host() = default;
   // The tile's parameter has its values from enter_tile() to leave_tile(), in forward and in
-  // backward. `in_backward`: the mark of this visit in the order of the backward.
+  // backward. `in_backward`: the visit's mark in the backward.
   virtual void enter_tile(int unit) = 0;
   virtual void leave_tile(int unit, Mark in_backward) = 0;
   // Starts an operator's backward, which reads the weight if `uses` is true. Returns false inside
