@@ -359,7 +359,6 @@ class StreamBackend : public c10d::Backend {
     });
     const auto mark = record(stream);
     last_ = mark;
-    last_device_ = device.index();
     // Memory of a synchronous collective is freed in the order of the stream that it ran on.
     if (!issue.async) return nullptr;
     auto stash = std::make_shared<Tensors>(issue.tensors);
@@ -387,18 +386,15 @@ class StreamBackend : public c10d::Backend {
     unfinished_.push_back(std::move(one));
   }
 
+  // Isn't counted: when an engine that was dropped ends is up to Python's collector of garbage and
+  // to its peers.
   void finish() {
-    if (core_->aborted) return;
-    try {
-      if (last_) sim::synchronize(last_device_, last_, "collective");
-    } catch (const c10::Error&) {  // an error of the device, which later waits throw again
-    }
+    if (!core_->aborted) drain(last_);
   }
 
   const std::shared_ptr<Core> core_;
   std::optional<Group> group_;
   MarkPointer last_;  // the end of the last collective
-  int last_device_ = 0;
   std::mutex mutex_;
   std::map<int, c10::Stream> streams_;  // by device; mutex_ guards this and unfinished_
   std::deque<Unfinished> unfinished_;

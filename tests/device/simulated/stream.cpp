@@ -323,7 +323,7 @@ void synchronize(c10::Stream stream, const std::string& why) {
 
 void synchronize(int device, const MarkPointer& mark, const std::string& why) {
   count_host_wait(why);
-  if (mark) wait(*mark);
+  drain(mark);
   throw_if_failed(checked(device));
 }
 
@@ -332,6 +332,10 @@ void synchronize_device(int device, const std::string& why) {
   device = checked(device);
   drain_device(device);
   throw_if_failed(device);
+}
+
+void drain(const MarkPointer& mark) {
+  if (mark) wait(*mark);
 }
 
 void drain_device(int device) {

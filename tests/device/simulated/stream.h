@@ -57,7 +57,8 @@ void synchronize(c10::Stream stream, const std::string& why);
 void synchronize(int device, const MarkPointer& mark, const std::string& why);
 void synchronize_device(int device, const std::string& why);
 
-// Also waits, but neither counts the wait nor throws.
+// These two also wait, but neither count the wait nor throw.
+void drain(const MarkPointer& mark);
 void drain_device(int device);
 
 // Must be called when memory came from the system. Counts a wait of the host for all devices, and
