@@ -55,14 +55,16 @@ struct BatchConfig {
   int64_t micro = 0;       // samples per rank and backward; 0 = not given
   int64_t accumulate = 1;  // backwards per step
   int64_t global = 0;      // samples per step over all ranks = micro * accumulate * data ranks
-  std::string reduction =
-      "mean";  // "mean" "sum" over the backwards of a window; over ranks always the mean
+  std::string reduction = "mean";  // "mean" "sum" over a window's backwards; over ranks the mean
 };
 
 struct CommConfig {
-  std::string backend = "auto";
-  std::string codec = "none";
+  std::string backend = "auto", codec = "none";
   int64_t exact_first = 0, exact_every = 0;  // steps with plain wires: the first n, every n-th
+  // Outer steps of the codec "local": steps between them, learning rate, momentum, wire.
+  int64_t outer_every = 32;
+  double outer_lr = 0.7, outer_momentum = 0.9;
+  std::string outer_wire = "int4/128";
   // The dtype of sums of low-precision gradients: "gradient" (their own), "fp32" or "auto".
   std::string reduce_dtype = "auto";
   int64_t bucket_bytes = 1 << 20;  // neighbouring moves smaller than this share one collective
@@ -94,10 +96,9 @@ struct OffloadConfig {
   std::string gradients = "none";  // "none" (where the update runs) "host" "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // host memory for streaming optimizer state that is on disk
-  bool late_update =
-      false;  // step() returns once the norm is known; each unit is updated before its next use
-  bool checksums = false;   // checks that data read from disk equals the data written
-  double timeout_s = 60.0;  // longest wait for the disk without a completed request
+  bool late_update = false;  // step() returns after the norm; units are updated before use
+  bool checksums = false;    // checks that data read from disk equals the data written
+  double timeout_s = 60.0;   // longest wait for the disk without a completed request
 };
 
 // Budgets in bytes per rank; -1 = the free memory that the engine finds. On the CPU, the device
@@ -110,8 +111,7 @@ struct MemoryConfig {
 struct CheckpointConfig {
   std::string path;  // folder of the run's checkpoints, for save() and load() without a path
   int keep = 0;      // number of newest checkpoints to keep; 0 = all
-  std::vector<std::string>
-      signals;  // signals after which step() saves: "SIGTERM" "SIGUSR1" "SIGUSR2"
+  std::vector<std::string> signals;  // step() saves after one: "SIGTERM" "SIGUSR1" "SIGUSR2"
 };
 
 // What a run records about itself (docs/monitoring.md).

@@ -22,10 +22,12 @@ Section section_named(const std::string& name) {
                            "\"; allowed: ", join(names, ", ")));
 }
 
+bool trains_locally(const Config& config) { return config.comm.codec == "local"; }
+
 Mesh mesh_of(const Config& config) {
   const MeshConfig& mesh = config.mesh;
   return Mesh::of({{Axis::kPipeline, mesh.pipeline},
-                   {Axis::kNode, mesh.node},
+                   {Axis::kNode, trains_locally(config) ? 1 : mesh.node},
                    {Axis::kLocal, mesh.data / mesh.node * mesh.sequence},
                    {Axis::kTensor, mesh.tensor}});
 }
@@ -350,6 +352,30 @@ Counts at_or_empty(const std::map<std::string, Counts>& counts, const std::strin
 
 }  // namespace
 
+namespace {
+
+// Adds the anchors and momenta of outer steps, and their traffic per training step.
+void add_outer_steps(const Config& config, const Table& table, const ModelDesc& model,
+                     Ledger& ledger) {
+  const int64_t nodes = config.mesh.node;
+  const Wire wire = Wire::parse(config.comm.outer_wire, Rounding::kStochastic);
+  int64_t numel = 0;
+  for (const UnitDesc& unit : model.units) {
+    for (const FlatDesc& flat : unit.flats) {
+      if (flat.trainable) numel += flat.numel / num_shards(table.master(), mesh_of(config));
+    }
+  }
+  MemoryPeak& host = ledger.tier[static_cast<size_t>(Tier::kHost)];
+  host.optim += 8 * numel;
+  host.total += 8 * numel;
+  ledger.in_memory += 8 * numel;
+  const int64_t part = numel / nodes;
+  const int64_t sent = 2 * (nodes - 1) * (wire.lossy() ? wire.encoded_bytes(part) : 4 * part);
+  if (sent > 0) ledger.sent["update"]["node"] += sent / config.comm.outer_every;
+}
+
+}  // namespace
+
 Ledger predict(const Config& config, ModelDesc model, bool external_optimizer,
                const PlanOf& plan_of) {
   const Mesh mesh = mesh_of(config);
@@ -365,6 +391,7 @@ Ledger predict(const Config& config, ModelDesc model, bool external_optimizer,
                      .external = external_optimizer});
   };
   Ledger ledger = ledger_of(table);
+  if (trains_locally(config)) add_outer_steps(config, table, model, ledger);
   if (!has_exact_steps(config.comm)) return ledger;
   // The peaks also cover exact steps. The traffic is that of the other steps.
   Table exact = table;

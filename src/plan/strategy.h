@@ -21,8 +21,11 @@ inline constexpr std::array<Section, 7> kSections = {
 // "update_early". Throws ConfigError.
 Section section_named(const std::string& name);
 
+// Returns whether each node trains on its own between outer steps ([Note: Outer steps]).
+bool trains_locally(const Config& config);
+
 // Returns the mesh over which a resolved config distributes state: sequence ranks count as data
-// ranks and are neighbours in `local`.
+// ranks and are neighbours in `local`. If nodes train on their own, it is the mesh of one node.
 Mesh mesh_of(const Config& config);
 
 // Returns the index of the rank's part of a global batch, in [0, mesh.data). Ranks that compute one

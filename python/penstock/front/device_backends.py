@@ -42,19 +42,23 @@ class DeviceGroups:
     group by its ranks and its number. Under such a name, a new group could find keys of a destroyed
     group in the store."""
 
-    def __init__(self, name: str, timeout: datetime.timedelta, has_stages: bool) -> None:
+    def __init__(
+        self, name: str, timeout: datetime.timedelta, has_stages: bool, ranks: list[int]
+    ) -> None:
         # Since NCCL 2.26 the order of launches on the host is also the order on the device. Where
         # this makes a collective begin only after the previous one has ended, pipeline stages would
         # wait for each other in a circle, because each launches its send before its receive.
         if not has_stages or _begins_in_order():
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self._name, self._timeout = name, timeout + _LATER
+        self._ranks = ranks
         self._engine = next(_engines)
         self._made: collections.Counter[str] = collections.Counter()
 
     def __call__(self, members: list[int]) -> typing.Any:
-        """Makes a back end for `members`, including this rank. All members call it in the same
-        order."""
+        """Makes a back end for `members`, including this rank. They are numbered as in the engine's
+        group. All members call it in the same order."""
+        members = [self._ranks[member] for member in members]
         ranks = "-".join(map(str, members)) if len(members) < 64 else str(hash(tuple(members)))
         # Counted for each set of ranks, because a rank is in groups in which its peers are not.
         prefix = f"penstock/{self._engine}/{self._made[ranks]}/{ranks}"

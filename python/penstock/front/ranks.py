@@ -2,10 +2,11 @@
 
 import contextlib
 import datetime
+import functools
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +60,9 @@ class Ranks:
     one per direction. A single rank needs neither. `close()` frees the groups; so does the deletion
     of this object and the group.
 
+    With `nodes`, the group has the ranks of this rank's node, and a second group joins the ranks at
+    the same position in all nodes.
+
     Args:
         timeout_s: seconds until a wait for a peer fails.
         warn_s: seconds until a wait for a peer prints a line on stderr; 0: never.
@@ -66,6 +70,8 @@ class Ranks:
         back_end: name of the back end with collectives on the model's device, or None.
         transport: the value of the key comm.backend.
         has_stages: whether the ranks form pipelines.
+        nodes: the ranks of this rank's node, and those at its position in all nodes, in ascending
+            order; or None.
 
     Raises:
         ConfigError: on all ranks, if `transport` is "shm" and ranks are on several hosts.
@@ -79,33 +85,54 @@ class Ranks:
         back_end: str | None = None,
         transport: str = "auto",
         has_stages: bool = False,
+        nodes: Callable[[], tuple[list[int], list[int]]] | None = None,
     ) -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             environment.adopt()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo", timeout=timeout)
-        made = self._made = _Made()
+        self._made = _Made()
+        self._waits = (timeout_s, warn_s, report_dir)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self.group = _penstock.Group.alone()
+            if nodes is not None:
+                self.group.set_across_nodes(_penstock.Group.alone())
             return
+        members = list(range(dist.get_world_size()))
+        across: list[int] = []
+        if nodes is not None:
+            members, across = nodes()
+        self.group = self._connect(members, transport, back_end)
+        if back_end is not None and len(members) > 1:
+            made_by = device_backends.DeviceGroups(back_end, timeout, has_stages, members)
+            self.group.set_device_groups(made_by)
+        if across:
+            # Nodes meet in host memory.
+            self.group.set_across_nodes(self._connect(across, transport, None))
+
+    def _connect(self, members: list[int], transport: str, back_end: str | None) -> Any:
+        """Connects these ranks, which all call this in the same order."""
+        timeout_s, warn_s, report_dir = self._waits
+        if len(members) == 1:
+            return _penstock.Group.alone()
         if transport == "shm" or (transport == "auto" and back_end is None):
-            self.group = _on_one_host(transport, timeout_s, warn_s, report_dir)
-            if self.group is not None:
-                return
+            group = _on_one_host(members, transport, *self._waits)
+            if group is not None:
+                return group
+        timeout = datetime.timedelta(seconds=timeout_s)
+        made = self._made
+        options: dict[str, Any] = {}
+        if len(members) < dist.get_world_size():  # other ranks need not take part
+            options = {"ranks": members, "use_local_synchronization": True}
 
         def connect() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
             for _ in range(2):
-                made.groups.append(dist.new_group(backend="gloo", timeout=timeout))
+                made.groups.append(dist.new_group(backend="gloo", timeout=timeout, **options))
             return made.groups[-2], made.groups[-1]
 
         up, down = connect()
-        self.group = _penstock.Group.from_process_group(
-            up, timeout_s, down, connect, warn_s, report_dir
-        )
-        if back_end is not None:
-            made_by = device_backends.DeviceGroups(back_end, timeout, has_stages)
-            self.group.set_device_groups(made_by)
+        return _penstock.Group.from_process_group(up, timeout_s, down, connect, warn_s, report_dir)
 
     def close(self) -> None:
         """Destroys the process groups, without waiting for other ranks."""
@@ -173,15 +200,43 @@ def of_config(config: Any, device: torch.device) -> Ranks:
         back_end,
         comm.backend,
         config.mesh.pipeline > 1,
+        functools.partial(_nodes, config.mesh) if comm.codec == "local" else None,
     )
 
 
-def _on_one_host(wanted: str, timeout_s: float, warn_s: float, report_dir: str) -> Any:
+def _nodes(mesh: Any) -> tuple[list[int], list[int]]:
+    """Returns the ranks of this rank's node, and the ranks at its position in all nodes. A node has
+    neighbouring ranks of each pipeline stage."""
+    world, own = dist.get_world_size(), dist.get_rank()
+    per_stage, rest = divmod(world, mesh.pipeline * mesh.node)
+    model = mesh.tensor * mesh.sequence
+    if rest or per_stage % model:
+        raise ConfigError(
+            f'[front::initialize] {world} ranks cannot form "mesh.node" {mesh.node} nodes of whole '
+            f"models: with mesh.pipeline {mesh.pipeline}, mesh.tensor {mesh.tensor} and "
+            f"mesh.sequence {mesh.sequence}, start a multiple of "
+            f"{mesh.pipeline * mesh.node * model} ranks"
+        )
+    node, position = own // per_stage % mesh.node, own % per_stage
+    stages = range(0, world, per_stage * mesh.node)
+    members = [
+        stage + node * per_stage + one for stage in stages for one in range(per_stage)
+    ]
+    stage = own // (per_stage * mesh.node) * per_stage * mesh.node
+    return members, [stage + one * per_stage + position for one in range(mesh.node)]
+
+
+def _on_one_host(
+    members: list[int], wanted: str, timeout_s: float, warn_s: float, report_dir: str
+) -> Any:
     """Returns a group through shared memory. Returns None on all ranks if it is not possible."""
     store = _Meetings.begin()
+    own = members.index(dist.get_rank())
+    if len(members) < dist.get_world_size():
+        store = PrefixStore("-".join(map(str, members)), store)
     try:
         group, why_not = _penstock.Group.on_one_host(
-            store, (dist.get_rank(), dist.get_world_size()), timeout_s, warn_s, report_dir
+            store, (own, len(members)), timeout_s, warn_s, report_dir
         )
     except RuntimeError as error:
         raise RuntimeFault(str(error)) if _REFUSED in str(error) else error from None

@@ -41,6 +41,7 @@ constexpr auto kKeys = std::to_array<ConfigKey>({
     {"/units", nullptr},
     {"/tiling", kPython},
     {"/comm/backend", "make the Group from the process group that you want"},
+    {"/comm/codec", "only the Python front has \"local\""},
     {"/comm/timeout_s", kGroup},
     {"/comm/warn_s", kGroup},
     {"/comm", nullptr},
@@ -62,6 +63,7 @@ bool is_below(const std::string& path, const std::string& key) {
 bool is_read(const std::string& key, const nlohmann::json& value) {
   const std::string text = value.is_string() ? value.get<std::string>() : "";
   if (key == "/monitor/formats") return text == "jsonl" || text == "csv" || value.empty();
+  if (key == "/comm/codec") return text != "local";
   if (key == "/parallel/verify") return text == "off";
   if (key != "/parallel/rules") return false;
   const std::string style = text.substr(0, text.find(':'));

@@ -122,13 +122,10 @@ void say_passed_over(const std::string& path, const std::string& why) {
   std::fprintf(stderr, "penstock: checkpoint \"%s\" is skipped: %s\n", path.c_str(), why.c_str());
 }
 
-void say_lost_residuals(const std::string& path) {
-  std::fprintf(
-      stderr,
-      "penstock: checkpoint \"%s\" has residuals (rounding errors that a later sum of gradients "
-      "adds). This run has no table.residual.rest, so these residuals are lost\n",
-      path.c_str());
-}
+constexpr const char* kLostResiduals =
+    "residuals (rounding errors that a later sum of gradients adds), and this run has no "
+    "table.residual.rest";
+constexpr const char* kLostMomenta = "momenta of outer steps, and this run makes none";
 
 }  // namespace
 
@@ -174,6 +171,12 @@ std::string Core::State::Checkpointing::refusal(bool in_window) const {
         " of ", state.config.batch.accumulate,
         " backwards would be lost. Save after step() (force=True closes a window early), "
         "drop the gradients with zero_grad(), or pass in_window=True to save without them");
+  }
+  if (state.outer && state.outer->steps_since() > 0) {
+    return concat(
+        "[engine::save] save() was called between outer steps, when each node has its own "
+        "weights. Save after a step whose number is a multiple of ",
+        state.config.comm.outer_every, " (comm.outer_every)");
   }
   if (std::any_of(state.progress.begin(), state.progress.end(),
                   [](const auto& unit) { return unit.written > 0; })) {
@@ -349,11 +352,12 @@ struct Core::State::Checkpointing::Load {
 
   // Returns the tensors to read in addition to the inventory.
   std::vector<ckpt::Extra> extras(const Candidate& chosen, const FoundCheckpoint& found,
-                                  std::vector<ckpt::Extra> residuals) const {
-    if (!options.tensors) return residuals;
-    std::vector<ckpt::Extra> all = engine::wanted_of(options.tensors(found), chosen.manifest,
-                                                     state.group->rank(), state.group->size());
-    std::ranges::move(residuals, std::back_inserter(all));
+                                  const engine::FlatParts& parts) const {
+    std::vector<ckpt::Extra> all = engine::to_read(parts, chosen.manifest, shared.names);
+    if (!options.tensors) return all;
+    std::ranges::move(engine::wanted_of(options.tensors(found), chosen.manifest,
+                                        state.group->rank(), state.group->size()),
+                      std::back_inserter(all));
     return all;
   }
 
@@ -366,7 +370,7 @@ struct Core::State::Checkpointing::Load {
     const ckpt::TensorLoadOptions wanted{options.optimizer, options.tied};
     ckpt::Target target{executor, state.tiers, shared.names, {}, {}};
     const engine::ResidualState residuals = shared.residuals();
-    engine::ResidualParts parts;
+    engine::FlatParts parts, momenta;
     std::string problem;
     try {
       if (state.driver->holds()) {
@@ -376,7 +380,12 @@ struct Core::State::Checkpointing::Load {
       }
       executor.updates().finish();
       if (options.optimizer) parts = residuals.to_fill(chosen.manifest);
-      target.extras = extras(chosen, found, residuals.wanted(parts, chosen.manifest, shared.names));
+      target.extras = extras(chosen, found, parts);
+      if (state.outer && options.optimizer) {
+        momenta = state.outer->momenta();
+        std::ranges::move(engine::to_read(momenta, chosen.manifest, shared.names),
+                          std::back_inserter(target.extras));
+      }
       const auto lacks = [&](const ckpt::Holding& one) {
         return std::ranges::all_of(one.flat->slots, [&](const exec::Slot& slot) {
           return !ckpt::has_parameter(chosen.manifest, wanted, shared.names(one.unit, slot).name);
@@ -405,13 +414,18 @@ struct Core::State::Checkpointing::Load {
                "checkpoint. Load another checkpoint, or close() the engine");
     ckpt::TensorReader reader(chosen.path, chosen.manifest);
     const at::NoGradGuard no_grad;
+    if (state.outer) state.outer->restart();
     const std::string damage = ckpt::fill(reader, chosen.manifest, target, wanted);
     state.bytes_read = reader.bytes_read();
     const std::string first = shared.agree("load read", damage);
     if (!first.empty()) return first;
     if (options.optimizer) {
       residuals.take(parts);
-      if (rank == 0 && residuals.loses(chosen.manifest)) say_lost_residuals(chosen.path);
+      if (rank == 0 && residuals.loses(chosen.manifest))
+        engine::say_lost(chosen.path, kLostResiduals);
+      const bool momenta_lost =
+          !state.outer && engine::has_role(chosen.manifest, engine::kOuterRole);
+      if (rank == 0 && momenta_lost) engine::say_lost(chosen.path, kLostMomenta);
       shared.restore(chosen.manifest);
     }
     state.unloaded.clear();
@@ -469,6 +483,10 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   std::string folder, problem;
   std::vector<ckpt::Extra> extras = engine::extras_of(options.tensors, *state.executor, rank);
   std::ranges::move(residuals().to_save(names), std::back_inserter(extras));
+  if (state.outer) {
+    std::ranges::move(engine::to_save(state.outer->momenta(), state.executor->mesh(), rank, names),
+                      std::back_inserter(extras));
+  }
   const Json now = numbers();
   try {
     contents = {about(), now, parse(options.front, "what the front keeps"),
@@ -515,9 +533,14 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
 }
 
 std::string Checkpoints::save(const std::string& path, const SaveOptions& options) {
-  const std::string made = Core::State::Checkpointing{*state_}.save(path, options);
-  if (options.wait) wait();
-  return made;
+  const auto save = [&] {
+    const std::string made = Core::State::Checkpointing{*state_}.save(path, options);
+    if (options.wait) wait();
+    return made;
+  };
+  if (!state_->outer) return save();
+  // The state is that of the first node.
+  return state_->outer->on_first_node("save", concat(path, " ", options.tag), save);
 }
 
 void Checkpoints::ask(int urgency) { state_->save_wanted = std::max(state_->save_wanted, urgency); }
@@ -546,7 +569,8 @@ FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& op
   const std::string before = state_->saver.finish();
   if (!before.empty()) state_->save_failure = before;
   const Core::State::Checkpointing shared{*state_};
-  return Core::State::Checkpointing::Load{shared, path, options}.run();
+  const auto load = [&] { return Core::State::Checkpointing::Load{shared, path, options}.run(); };
+  return state_->outer ? state_->outer->alike("load", load) : load();
 }
 
 void Checkpoints::taken(const std::string& problem) {

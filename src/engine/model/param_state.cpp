@@ -167,7 +167,7 @@ struct Values::ParamState {
     if (!trains || !state.executor->table().keeps_residual()) throw unknown();
     const engine::ResidualState residuals(*state.executor, state.group->rank(),
                                           engine::residual_divisor(state.config));
-    const engine::ResidualParts parts = residuals.parts();
+    const engine::FlatParts parts = residuals.parts();
     found.clear();
     for (const auto& part : parts) {
       part->shape.memory = tiers().host.take(part->shape.bytes(), mem::Account::kBuffers);

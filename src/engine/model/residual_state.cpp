@@ -11,41 +11,9 @@
 
 namespace penstock::engine {
 
-namespace {
-
-using ckpt::StatePiece;
-
-bool has_residuals(const ckpt::Manifest& manifest) {
-  return std::any_of(manifest.tensors.begin(), manifest.tensors.end(),
-                     [](const ckpt::Tensor& one) { return one.role == kResidualRole; });
-}
-
-at::Tensor piece_of(const ResidualPart& part, const StatePiece& piece) {
-  return part.values.narrow(0, piece.at - part.holding.first, piece.numel);
-}
-
-}  // namespace
-
 double residual_divisor(const Config& config) {
   const bool adds = config.batch.reduction == "sum";
   return adds ? 1.0 : static_cast<double>(config.batch.accumulate);
-}
-
-std::unique_ptr<ResidualPart> ResidualState::part(int unit, exec::Flat& flat,
-                                                  at::Tensor values) const {
-  auto made = std::make_unique<ResidualPart>();
-  made->flat = &flat;
-  made->values = std::move(values);
-  made->shape.numel = made->values.numel();
-  made->shape.tier = Tier::kHost;
-  ckpt::Holding& holding = made->holding;
-  holding.unit = unit;
-  holding.flat = &flat;
-  holding.buffer = &made->shape;
-  holding.place = executor_.values().residuals().saved();
-  holding.role = kResidualRole;
-  holding.first = shard_index(holding.place, executor_.mesh(), rank_) * made->shape.numel;
-  return made;
 }
 
 // Returns the trained flats of this rank, by unit.
@@ -61,8 +29,8 @@ std::vector<std::pair<int, exec::Flat*>> ResidualState::flats() const {
   return found;
 }
 
-ResidualParts ResidualState::parts() const {
-  ResidualParts found;
+FlatParts ResidualState::parts() const {
+  FlatParts found;
   const std::vector<std::pair<int, exec::Flat*>> all = flats();
   if (!executor_.values().residuals().used()) return found;
   // A residual may be zero on some ranks only.
@@ -75,15 +43,17 @@ ResidualParts ResidualState::parts() const {
                                     [&](const std::string& one) { return one[i] == '1'; });
     if (!exists && !flat->placement.is_partial(Axis::kPipeline)) continue;
     const std::string label = concat("read u", unit, " residual");
-    found.push_back(part(unit, *flat, executor_.values().residuals().mean(*flat, label)));
+    found.push_back(part_of(unit, *flat, executor_.values().residuals().mean(*flat, label),
+                            executor_.values().residuals().saved(), kResidualRole, executor_.mesh(),
+                            rank_));
   }
   // The stages that share a weight exchange its residual. All stages follow one order of weights.
-  std::vector<const ResidualPart*> in_order;
+  std::vector<const FlatPart*> in_order;
   for (const auto& one : found) in_order.push_back(one.get());
   std::sort(in_order.begin(), in_order.end(), [](const auto* one, const auto* other) {
     return one->flat->slots.front().number < other->flat->slots.front().number;
   });
-  for (const ResidualPart* one : in_order) {
+  for (const FlatPart* one : in_order) {
     executor_.values().residuals().add_holders(*one->flat, one->values, "add residuals");
   }
   for (const auto& one : found) one->values.div_(divisor_);
@@ -91,49 +61,26 @@ ResidualParts ResidualState::parts() const {
 }
 
 std::vector<ckpt::Extra> ResidualState::to_save(const ckpt::GlobalOf& names) const {
-  std::vector<ckpt::Extra> extras;
-  for (const auto& one : parts()) {
-    const auto [from, to] = ckpt::share_of(one->holding, executor_.mesh(), rank_);
-    const int64_t first = one->holding.first;
-    for (const StatePiece& piece : ckpt::pieces(one->holding, first + from, to - from, names)) {
-      if (piece.numel == 0) continue;
-      extras.push_back({kResidualRole, piece.global, -1, piece_of(*one, piece)});
-    }
-  }
-  return extras;
+  return engine::to_save(parts(), executor_.mesh(), rank_, names);
 }
 
-ResidualParts ResidualState::to_fill(const ckpt::Manifest& manifest) const {
-  ResidualParts found;
-  if (!has_residuals(manifest)) return found;
+FlatParts ResidualState::to_fill(const ckpt::Manifest& manifest) const {
+  FlatParts found;
+  if (!has_role(manifest, kResidualRole)) return found;
+  const Placement place = executor_.values().residuals().saved();
   for (const auto& [unit, flat] : flats()) {
-    const int64_t shards = num_shards(executor_.values().residuals().saved(), executor_.mesh());
-    found.push_back(
-        part(unit, *flat, at::zeros({flat->numel / shards}, at::TensorOptions(at::kFloat))));
+    const int64_t numel = flat->numel / num_shards(place, executor_.mesh());
+    found.push_back(part_of(unit, *flat, at::zeros({numel}, at::TensorOptions(at::kFloat)), place,
+                            kResidualRole, executor_.mesh(), rank_));
   }
   return found;
 }
 
-std::vector<ckpt::Extra> ResidualState::wanted(const ResidualParts& parts,
-                                               const ckpt::Manifest& manifest,
-                                               const ckpt::GlobalOf& names) const {
-  std::vector<ckpt::Extra> extras;
-  for (const auto& one : parts) {
-    const ckpt::Holding& holding = one->holding;
-    for (const StatePiece& piece : ckpt::pieces(holding, holding.first, holding.numel(), names)) {
-      const std::string key = concat(kResidualRole, "/", piece.global.name);
-      if (piece.numel == 0 || manifest.find(key) == nullptr) continue;
-      extras.push_back({kResidualRole, piece.global, -1, piece_of(*one, piece)});
-    }
-  }
-  return extras;
-}
-
 bool ResidualState::loses(const ckpt::Manifest& manifest) const {
-  return has_residuals(manifest) && !executor_.values().residuals().used();
+  return has_role(manifest, kResidualRole) && !executor_.values().residuals().used();
 }
 
-void ResidualState::take(const ResidualParts& parts) const {
+void ResidualState::take(const FlatParts& parts) const {
   for (exec::UnitState& unit : executor_.units()) {
     for (exec::Flat& flat : unit.flats) {
       const auto found = std::find_if(parts.begin(), parts.end(),

@@ -258,6 +258,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   tiers.device.trim();
   tiers.host.trim();
   model_ranks.close();
+  if (outer) outer->close(gather && first.empty(), first.empty() ? why : first);
   group->close();
   // A user may keep a closed engine. It needs no threads, and only the last events of the recorder.
   closing.drained(true);

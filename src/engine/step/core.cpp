@@ -86,6 +86,11 @@ double Core::mean(double mine, bool counts) const {
     sum += theirs[0];
     count += theirs[1];
   }
+  if (state_->outer) {
+    const std::vector<double> all = state_->outer->sum("mean", {sum, count});
+    sum = all[0];
+    count = all[1];
+  }
   return count > 0.0 ? sum / count : 0.0;
 }
 

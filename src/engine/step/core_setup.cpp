@@ -212,7 +212,13 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
       group(std::move(ranks)),
       tiers(checked_device(tree), settings.monitor.events),
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
-  config.resolve(group->size());
+  const std::shared_ptr<Group>& nodes = group->across_nodes();
+  const bool local = trains_locally(config) && nodes;
+  config.resolve(group->size() * (local ? nodes->size() : 1));
+  if (local && nodes->rank() > 0) {  // the first node writes about the run
+    config.monitor.path.clear();
+    config.monitor.console = "none";
+  }
   check_memory(tree);
   engine::Blueprint blueprint = engine::draw(tree, config, group->rank());
   check_optimizer(config, external_optimizer);
@@ -225,6 +231,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   if (group->rank() == 0) std::fputs(choice.c_str(), stderr);
   set_budgets(tiers, engine::budgets_of(blueprint, room, external_optimizer));
   const Table table = engine::settle(blueprint);
+  engine::check_outer(blueprint.config, *group, table, external_optimizer);
   config = std::move(blueprint.config);
   model = std::move(blueprint.model);
   resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
@@ -256,6 +263,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   progress.assign(executor->units().size(), {});
   Planning{*this}.make();
   border.emplace(*executor, *tiled);
+  if (local) outer.emplace(nodes, config.comm, *executor, tiers, group->rank());
   adoption.commit();
   Observer{*this}.begin();
   show(group->board(), "the caller's code, after initialize");

@@ -544,6 +544,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     window->on(engine::Call::kUpdate);
     return averaged_over;
   };
+  if (outer) outer->before_update();
   executor->updates().begin(std::move(update));
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
@@ -574,9 +575,20 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   }
   loss_scale.good_step();
   executor->updates().arrive();
+  if (outer) join_nodes();
   Planning{*this}.begin_next_step();
   Observer{*this}.end_step(groups);
   return true;
+}
+
+// Counts the step, and makes an outer step if it is due.
+void Core::State::join_nodes() {
+  try {
+    outer->after_update(steps + 1);
+  } catch (const std::exception& error) {
+    failed("update", error.what());
+    throw;
+  }
 }
 
 void Core::State::check_open(const char* call) const {

@@ -25,6 +25,7 @@
 #include "src/engine/step/layer_exchanges.h"
 #include "src/engine/step/loss_scale.h"
 #include "src/engine/step/order_learner.h"
+#include "src/engine/step/outer_step.h"
 #include "src/engine/step/outside_edits.h"
 #include "src/engine/step/outside_reads.h"
 #include "src/engine/watch/monitor.h"
@@ -85,8 +86,9 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::string choice;  // the alternatives and the choice of `offload: "auto"`; else ""
   std::optional<exec::Executor> executor;
   std::optional<engine::Driver> driver;
-  TableWires planned_wires;  // of the driver's plans
-  exec::UpdateRules rules;   // of the same plans
+  std::optional<engine::OuterStep> outer;  // set if nodes train on their own
+  TableWires planned_wires;                // of the driver's plans
+  exec::UpdateRules rules;                 // of the same plans
   std::optional<engine::OutsideEdits> border;
   std::vector<engine::GradientHook> hooks;
   engine::ModelRanks model_ranks;
@@ -165,6 +167,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
     }
   }
 
+  void join_nodes();
   void watch_outside_reads();
   void start_backward(bool in_autograd = true);
   // `since`: where the forward of this use began. `at`: the place that the backward has reached.

@@ -103,6 +103,7 @@ std::string Report::explain() const {
     out += concat("messages to other stages, mean of the last step: ", state_->model.boundary_bytes,
                   " bytes\n");
   }
+  if (state_->outer) out += state_->outer->text();
   if (has_exact_steps(state_->config.comm)) {
     out += "exact steps (comm.exact_first, comm.exact_every) have plain wires in this plan\n";
   }

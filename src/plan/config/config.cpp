@@ -384,14 +384,29 @@ bool has_lossy_wire(const Config& config) {
                      [](const auto& wire) { return wire.second != Wire().text(); });
 }
 
+// Returns the text of the wire of outer steps. Signs have no place for their error there.
+std::string parse_wire(const std::string& path, const std::string& text) {
+  Wire wire;
+  try {
+    wire = Wire::parse(text, Rounding::kStochastic);
+  } catch (const ConfigError& error) {
+    fail(concat("\"", path, "\" is \"", text, "\": ", error.what()));
+  }
+  if (wire.code == Code::kSign || wire.delta)
+    fail_unsupported(path, text, "allowed: \"plain\", \"int8/128\", \"int4/128\"");
+  return wire.text(Rounding::kStochastic);
+}
+
 // `wires`: whether the table has lossy wires of its own.
 void parse_codec(const ConfigSection& section, bool wires, CommConfig* comm) {
-  comm->codec = section.choice("codec", comm->codec, {"none", "int8", "zero++", "1bit"});
+  comm->codec = section.choice("codec", comm->codec, {"none", "int8", "zero++", "1bit", "local"});
   section.read_int("exact_first", &comm->exact_first, 0, "a whole number of steps >= 0");
   section.read_int("exact_every", &comm->exact_every, 0, "a whole number of steps >= 0 (0 = none)");
-  if (comm->codec == "none" && !wires) {
+  if ((comm->codec == "none" || comm->codec == "local") && !wires) {
     section.refuse_without_effect({"exact_first", "exact_every"},
-                                  "without comm.codec or a lossy table.wire");
+                                  comm->codec == "none"
+                                      ? "without comm.codec or a lossy table.wire"
+                                      : "with comm.codec \"local\" and plain wires inside nodes");
   }
   if (comm->exact_every == 1) {
     fail(
@@ -400,14 +415,36 @@ void parse_codec(const ConfigSection& section, bool wires, CommConfig* comm) {
   }
 }
 
+// Settings of outer steps need the codec "local". Other codecs may have their default values.
+void parse_outer(const ConfigSection& section, CommConfig* comm) {
+  section.read_int("outer_every", &comm->outer_every, 1, "a whole number of steps >= 1");
+  section.read("outer_lr", &comm->outer_lr, 1e-6, 10.0, "a number from 1e-6 to 10");
+  section.read("outer_momentum", &comm->outer_momentum, 0.0, 0.999, "a number from 0 to 0.999");
+  section.read_text("outer_wire", &comm->outer_wire);
+  comm->outer_wire = parse_wire(section.path("outer_wire"), comm->outer_wire);
+  if (comm->codec == "local") return;
+  const CommConfig defaults;
+  const std::pair<const char*, Json> keys[] = {{"outer_every", defaults.outer_every},
+                                               {"outer_lr", defaults.outer_lr},
+                                               {"outer_momentum", defaults.outer_momentum},
+                                               {"outer_wire", defaults.outer_wire}};
+  for (const auto& [key, value] : keys) {
+    const Json* given = section.find(key);
+    if (given == nullptr || *given == value) continue;
+    section.refuse_without_effect({key}, "without comm.codec \"local\"");
+  }
+}
+
 void parse_comm(const Json& value, bool wires, CommConfig* comm) {
   const ConfigSection section(value, "comm",
-                              {"backend", "codec", "exact_first", "exact_every", "reduce_dtype",
+                              {"backend", "codec", "exact_first", "exact_every", "outer_every",
+                               "outer_lr", "outer_momentum", "outer_wire", "reduce_dtype",
                                "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
   section.read_text("backend", &comm->backend);
   if (comm->backend != "auto" && comm->backend != "shm" && comm->backend != "gloo")
     fail_unsupported("comm.backend", comm->backend, "\"auto\", \"shm\" or \"gloo\"");
   parse_codec(section, wires, comm);
+  parse_outer(section, comm);
   section.read_text("reduce_dtype", &comm->reduce_dtype);
   if (comm->reduce_dtype != "auto" && comm->reduce_dtype != "gradient" &&
       comm->reduce_dtype != "fp32")
@@ -487,54 +524,6 @@ void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("monitor")) parse_monitor(*value, &config->monitor);
 }
 
-// One copy of the model takes tensor x pipeline x sequence ranks. The number of data ranks follows
-// from the world size.
-void resolve_mesh(int world_size, MeshConfig* mesh) {
-  const std::string where = "[plan::Config::resolve] ";
-  const int model = mesh->tensor * mesh->pipeline * mesh->sequence;
-  if (world_size < 1 || world_size % model != 0)
-    throw ConfigError(concat(where, "mesh.tensor ", mesh->tensor, " x mesh.pipeline ",
-                             mesh->pipeline, " x mesh.sequence ", mesh->sequence, " = ", model,
-                             " ranks for one copy of the model do not divide ", world_size,
-                             " ranks evenly; start a multiple of ", model, " ranks"));
-  const int data = world_size / model;
-  if (mesh->data != 0 && mesh->data != data)
-    throw ConfigError(concat(where, "\"mesh.data\" is ", mesh->data, ", but ", world_size,
-                             " ranks with ", model, " per model leave ", data,
-                             " data ranks; set it to ", data, ", leave it out, or start ",
-                             mesh->data * model, " ranks"));
-  mesh->data = data;
-  if (mesh->node < 1 || data % mesh->node != 0)
-    throw ConfigError(concat(where, "\"mesh.node\" is ", mesh->node, ", which does not divide the ",
-                             data,
-                             " data-parallel ranks evenly; set it to the number of nodes, a "
-                             "divisor of ",
-                             data));
-}
-
-// Computes the missing one of micro, accumulate and global from the other two. Sets nothing if the
-// config has no batch size.
-void resolve_batch(int64_t data, BatchConfig* batch) {
-  const std::string where = "[plan::Config::resolve] ";
-  if (batch->global > 0 && (batch->micro == 0 || batch->accumulate == 0)) {
-    const bool needs_micro = batch->micro == 0;
-    const int64_t known = needs_micro ? batch->accumulate : batch->micro;
-    const char* name = needs_micro ? "batch.accumulate " : "batch.micro ";
-    if (known < 1 || batch->global % (known * data) != 0)
-      throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", not a multiple of ",
-                               name, known, " x ", data, " data-parallel ranks = ", known * data,
-                               "; set it to a multiple of ", known * data));
-    (needs_micro ? batch->micro : batch->accumulate) = batch->global / (known * data);
-  }
-  if (batch->micro == 0) return;  // the config has no batch size
-  const int64_t samples = batch->micro * batch->accumulate * data;
-  if (batch->global > 0 && batch->global != samples)
-    throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", but batch.micro ",
-                             batch->micro, " x batch.accumulate ", batch->accumulate, " x ", data,
-                             " data-parallel ranks = ", samples, "; leave one of the three out"));
-  batch->global = samples;
-}
-
 }  // namespace
 
 Config Config::parse(const std::string& json_text) {
@@ -554,30 +543,6 @@ Config Config::parse(const std::string& json_text) {
   top.read_int("seed", &config.seed, 0, "a whole number >= 0");
   parse_nested(top, &config);
   return config;
-}
-
-void Config::resolve(int world_size) {
-  if (mesh.pipeline == 1 && (parallel.virtual_stages > 1 || !parallel.stages.empty())) {
-    throw ConfigError(concat("[plan::Config::resolve] \"parallel.",
-                             parallel.stages.empty() ? "virtual_stages" : "stages",
-                             "\" is set, but \"mesh.pipeline\" is 1, so there is only one stage"));
-  }
-  const char* of_tensor_ranks = parallel.cut_logits         ? "cut_logits"
-                                : parallel.norms != "whole" ? "norms"
-                                : parallel.verify == "all"  ? "verify"
-                                                            : nullptr;
-  if (mesh.tensor == 1 && of_tensor_ranks != nullptr) {
-    throw ConfigError(concat("[plan::Config::resolve] \"parallel.", of_tensor_ranks,
-                             "\" is set, but \"mesh.tensor\" is 1, so nothing is cut"));
-  }
-  if (mesh.sequence == 1 && parallel.sequence != "heads") {
-    throw ConfigError(
-        "[plan::Config::resolve] \"parallel.sequence\" is set, but \"mesh.sequence\" is 1, so "
-        "sequences are not cut");
-  }
-  if (!monitor.machine.empty()) read_machine(monitor.machine, Machine());
-  resolve_mesh(world_size, &mesh);
-  resolve_batch(mesh.data, &batch);
 }
 
 }  // namespace penstock

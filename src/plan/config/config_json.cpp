@@ -60,10 +60,18 @@ nlohmann::json json_of(const MonitorConfig& monitor) {
 }
 
 nlohmann::json json_of(const CommConfig& comm) {
-  return {{"backend", comm.backend},           {"codec", comm.codec},
-          {"exact_first", comm.exact_first},   {"exact_every", comm.exact_every},
-          {"reduce_dtype", comm.reduce_dtype}, {"bucket_bytes", comm.bucket_bytes},
-          {"timeout_s", comm.timeout_s},       {"warn_s", comm.warn_s},
+  return {{"backend", comm.backend},
+          {"codec", comm.codec},
+          {"exact_first", comm.exact_first},
+          {"exact_every", comm.exact_every},
+          {"outer_every", comm.outer_every},
+          {"outer_lr", comm.outer_lr},
+          {"outer_momentum", comm.outer_momentum},
+          {"outer_wire", comm.outer_wire},
+          {"reduce_dtype", comm.reduce_dtype},
+          {"bucket_bytes", comm.bucket_bytes},
+          {"timeout_s", comm.timeout_s},
+          {"warn_s", comm.warn_s},
           {"report_dir", comm.report_dir}};
 }
 

@@ -1,0 +1,39 @@
+#pragma once
+// State of flats beside their copies in checkpoints: residuals and momenta of outer steps. The
+// values are in fp32, in host memory.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/ckpt/inventory.h"
+#include "src/ckpt/load.h"
+#include "src/ckpt/save.h"
+#include "src/exec/executor.h"
+
+namespace penstock::engine {
+
+// This rank's part of one flat's state.
+struct FlatPart {
+  exec::Flat* flat = nullptr;
+  at::Tensor values;
+  // Without memory: describes `values` as state that this rank holds.
+  exec::Buffer shape;
+  ckpt::Holding holding{};
+};
+using FlatParts = std::vector<std::unique_ptr<FlatPart>>;
+
+// `values`: the part of the flat that rank `rank` has under `place`.
+std::unique_ptr<FlatPart> part_of(int unit, exec::Flat& flat, at::Tensor values,
+                                  const Placement& place, const char* role, const Mesh& mesh,
+                                  int rank);
+// Returns the tensors that this rank saves.
+std::vector<ckpt::Extra> to_save(const FlatParts& parts, const Mesh& mesh, int rank,
+                                 const ckpt::GlobalOf& names);
+// Returns the pieces of the parts that the checkpoint has. They share memory with the parts.
+std::vector<ckpt::Extra> to_read(const FlatParts& parts, const ckpt::Manifest& manifest,
+                                 const ckpt::GlobalOf& names);
+// Tells that this run has no use for a part of the checkpoint.
+void say_lost(const std::string& path, const char* what);
+bool has_role(const ckpt::Manifest& manifest, const std::string& role);
+
+}  // namespace penstock::engine

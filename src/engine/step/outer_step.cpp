@@ -1,0 +1,300 @@
+#include "src/engine/step/outer_step.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/board.h"
+#include "src/base/text.h"
+#include "src/exec/walk.h"
+#include "src/plan/strategy.h"
+
+namespace penstock::engine {
+
+namespace {
+
+constexpr int64_t kAlign = 512;  // elements of each node's part of an exchange are a multiple of it
+
+Members everyone(const Group& group) {
+  Members all{{}, group.rank()};
+  for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
+  return all;
+}
+
+Move sum_over_nodes(const std::string& wire) {
+  Move move;
+  move.kind = MoveKind::kAllReduce;
+  move.axes = {Axis::kNode};
+  move.wire = Wire::parse(wire, Rounding::kStochastic);
+  return move;
+}
+
+Placement addends() {
+  Placement place;
+  place.on(Axis::kNode) = Layout::kPartial;
+  return place;
+}
+
+// Returns the number of elements that are exchanged for a part of `numel` elements.
+int64_t padded(int64_t numel, int num_nodes) {
+  const int64_t step = kAlign * num_nodes;
+  return (numel + step - 1) / step * step;
+}
+
+[[noreturn]] void refuse_beside(const std::string& key, const std::string& why) {
+  throw ConfigError(
+      concat("[engine::initialize] \"comm.codec\" is \"local\" and ", key, ", ", why));
+}
+
+}  // namespace
+
+void check_outer(const Config& config, const Group& group, const Table& table,
+                 bool external_optimizer) {
+  if (!trains_locally(config)) return;
+  const Mesh mesh = mesh_of(config);
+  if (!group.across_nodes() || group.across_nodes()->size() != config.mesh.node) {
+    refuse_beside(concat("\"mesh.node\" is ", config.mesh.node),
+                  "but the group does not say which ranks form a node. Use penstock.initialize()");
+  }
+  if (external_optimizer) {
+    refuse_beside("the optimizer is your own",
+                  "which has state that outer steps do not know. Use an optimizer of the config");
+  }
+  if (table.at(Role::kParam, Phase::kForward).dtype == Dtype::kFp16) {
+    refuse_beside("parameters compute in fp16",
+                  "but nodes would skip different steps after an overflow. Use bf16");
+  }
+  if (config.nonfinite == "skip") {
+    refuse_beside("\"nonfinite\" is \"skip\"",
+                  "but nodes would skip different steps. Use \"error\"");
+  }
+  if (!config.checkpoint.signals.empty()) {
+    refuse_beside(
+        "\"checkpoint.signals\" is set",
+        "but nodes would see a signal in different steps. Save after outer steps instead");
+  }
+  const Placement& rest = table.at(Role::kOptim, Phase::kRest);
+  if (rest.layout != table.at(Role::kOptim, Phase::kUpdate).layout) {
+    refuse_beside(
+        "the cells optim.rest and optim.update have different layouts",
+        "but outer steps need masters that rest where they are updated. Use the same layout");
+  }
+  if (mesh.data() > 1 && num_shards(rest, mesh) < mesh.data()) {
+    refuse_beside(
+        concat("strategy \"", config.strategy, "\" keeps equal masters on the ", mesh.data(),
+               " data ranks of a node"),
+        "which would all send them to the other nodes. Use \"zero1\" or another strategy that "
+        "shards the optimizer's state over all of them");
+  }
+}
+
+OuterStep::OuterStep(std::shared_ptr<Group> nodes, const CommConfig& comm, exec::Executor& executor,
+                     mem::Tiers& tiers, int rank)
+    : nodes_(std::move(nodes)),
+      comm_(comm),
+      executor_(executor),
+      tiers_(tiers),
+      rank_(rank),
+      mesh_(Mesh::of({{Axis::kNode, nodes_->size()}})),
+      groups_(mesh_, nodes_->rank()),
+      channel_(*nodes_, "outer"),
+      everyone_(everyone(*nodes_)) {
+  std::vector<exec::UnitState>& units = executor_.units();
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    std::vector<Outer> parts;
+    for (exec::Flat& flat : units[unit].flats) {
+      if (!flat.trainable) continue;
+      Outer& one = parts.emplace_back();
+      one.unit = static_cast<int>(unit);
+      one.flat = &flat;
+      one.numel = flat.numel / num_shards(executor_.table().master(), executor_.mesh());
+      one.anchor = tiers_.host.take(one.numel * 4, mem::Account::kOptim);
+      one.momentum = tiers_.host.take(one.numel * 4, mem::Account::kOptim);
+    }
+    if (!parts.empty()) units_.push_back(std::move(parts));
+  }
+  restart();
+}
+
+at::Tensor OuterStep::anchor_of(const Outer& one) const {
+  return device::view(one.anchor.data(), Dtype::kFp32, one.numel);
+}
+
+at::Tensor OuterStep::momentum_of(const Outer& one) const {
+  return device::view(one.momentum.data(), Dtype::kFp32, one.numel);
+}
+
+void OuterStep::restart() {
+  since_ = 0;
+  anchored_ = false;
+  for (const std::vector<Outer>& unit : units_) {
+    for (const Outer& one : unit) momentum_of(one).zero_();
+  }
+}
+
+void OuterStep::before_update() {
+  if (std::exchange(anchored_, true)) return;
+  executor_.updates().finish();
+  for (const std::vector<Outer>& unit : units_) {
+    executor_.values().take_edits(unit.front().unit);
+    for (const Outer& one : unit) anchor_of(one).copy_(executor_.values().masters(*one.flat));
+  }
+}
+
+void OuterStep::after_update(int64_t step) {
+  if (++since_ < comm_.outer_every) return;
+  take_turn(nodes_->board(), "outer step", concat("made an outer step after step ", step));
+  executor_.updates().finish();
+  channel_.set_step(step);
+  for (std::vector<Outer>& unit : units_) join(unit, step);
+  executor_.traffic().settle();
+  since_ = 0;
+  anchored_ = false;
+}
+
+// Makes the outer step of one unit.
+void OuterStep::join(std::vector<Outer>& unit, int64_t step) {
+  const Move sum = sum_over_nodes(comm_.outer_wire);
+  exec::Walk walk(route(addends(), {sum}, mesh_, nodes_->rank(), false), mesh_, groups_, tiers_,
+                  /*on_host=*/true);
+  std::vector<at::Tensor> gradients;
+  for (const Outer& one : unit) {
+    const int64_t numel = padded(one.numel, num_nodes());
+    at::Tensor& gradient = gradients.emplace_back(at::zeros({numel}, at::kFloat));
+    const at::Tensor masters = executor_.values().masters(*one.flat);
+    at::Tensor own = gradient.narrow(0, 0, one.numel);
+    own.copy_(anchor_of(one)).sub_(masters);
+    exec::Travel travel{gradient.data_ptr(), gradient.data_ptr(), Dtype::kFp32, Dtype::kFp32,
+                        numel};
+    travel.noise = hash_text(one.flat->slots.front().name, hash_text(concat("outer ", step)));
+    walk.add(travel);
+  }
+  if (num_nodes() > 1) {
+    walk.run(channel_, concat("outer u", unit.front().unit, " ", sum.text()));
+  }
+  for (size_t i = 0; i < unit.size(); ++i) {
+    const at::Tensor gradient = gradients[i].narrow(0, 0, unit[i].numel);
+    at::Tensor anchor = anchor_of(unit[i]), momentum = momentum_of(unit[i]);
+    momentum.mul_(comm_.outer_momentum).add_(gradient);
+    anchor.sub_(gradient, comm_.outer_lr).sub_(momentum, comm_.outer_lr * comm_.outer_momentum);
+    executor_.values().restore(unit[i].unit, *unit[i].flat, executor_.table().master(),
+                               static_cast<char*>(anchor.data_ptr()));
+  }
+}
+
+std::vector<double> OuterStep::sum(const std::string& label, const std::vector<double>& values) {
+  const auto bytes = values.size() * sizeof(double);
+  std::vector<double> sums(values.size(), 0.0), theirs(values.size());
+  for (const std::string& one :
+       channel_.share(label, everyone_, {reinterpret_cast<const char*>(values.data()), bytes})) {
+    std::memcpy(theirs.data(), one.data(), bytes);
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] += theirs[i];
+  }
+  return sums;
+}
+
+std::vector<std::string> OuterStep::share(const std::string& label, const std::string& text) {
+  return share_text(label, text, [this](const std::string& what, const std::string& payload) {
+    return channel_.share(what, everyone_, payload);
+  });
+}
+
+std::string OuterStep::on_first_node(const std::string& label, const std::string& asked,
+                                     const std::function<std::string()>& work) {
+  take_turn(nodes_->board(), label, concat("called ", label, "()"));
+  const std::vector<std::string> all = share(label, asked);
+  for (size_t node = 1; node < all.size(); ++node) {
+    if (all[node] == all.front()) continue;
+    throw ConfigError(concat("[engine::", label, "] node 0 and node ", node,
+                             " gave different arguments: \"", all.front(), "\" and \"", all[node],
+                             "\""));
+  }
+  std::string made, problem;
+  std::exception_ptr raised;
+  if (node() == 0) {
+    try {
+      made = work();
+    } catch (const std::exception& error) {
+      raised = std::current_exception();
+      problem = error.what();
+    }
+  }
+  const std::string first = share(concat(label, " of node 0"), problem).front();
+  made = share(concat(label, " made"), made).front();
+  if (raised) std::rethrow_exception(raised);
+  if (!first.empty()) throw RuntimeFault(first);
+  return made;
+}
+
+FoundCheckpoint OuterStep::alike(const std::string& label,
+                                 const std::function<FoundCheckpoint()>& load) {
+  take_turn(nodes_->board(), label, concat("called ", label, "()"));
+  FoundCheckpoint found;
+  std::string problem;
+  std::exception_ptr raised;
+  try {
+    found = load();
+  } catch (const std::exception& error) {
+    raised = std::current_exception();
+    problem = error.what();
+  }
+  const std::vector<std::string> problems = share(concat(label, " of nodes"), problem);
+  const std::vector<std::string> fronts = share(concat(label, " of which"), found.front);
+  if (raised) std::rethrow_exception(raised);
+  for (size_t node = 0; node < problems.size(); ++node) {
+    if (!problems[node].empty()) throw RuntimeFault(concat("node ", node, ": ", problems[node]));
+    if (fronts[node] == found.front) continue;
+    throw RuntimeFault(concat("[engine::load] node ", node,
+                              " loaded another checkpoint than this node. Every node needs the "
+                              "same checkpoints"));
+  }
+  return found;
+}
+
+FlatParts OuterStep::momenta() const {
+  FlatParts parts;
+  for (const std::vector<Outer>& unit : units_) {
+    for (const Outer& one : unit) {
+      parts.push_back(part_of(one.unit, *one.flat, momentum_of(one), executor_.table().master(),
+                              kOuterRole, executor_.mesh(), rank_));
+    }
+  }
+  return parts;
+}
+
+void OuterStep::close(bool together, const std::string& fault) {
+  try {
+    if (together) {
+      nodes_->last_call(fault);
+    } else if (!fault.empty()) {
+      nodes_->end_exchanges(fault);
+    }
+  } catch (const std::exception&) {
+    // The weights need no other node.
+  }
+  nodes_->close();
+}
+
+int64_t OuterStep::sent_bytes() const {
+  const Wire wire = Wire::parse(comm_.outer_wire, Rounding::kStochastic);
+  int64_t bytes = 0;
+  for (const std::vector<Outer>& unit : units_) {
+    for (const Outer& one : unit) {
+      const int64_t numel = padded(one.numel, num_nodes()) / num_nodes();
+      bytes += 2 * (num_nodes() - 1) * (wire.lossy() ? wire.encoded_bytes(numel) : 4 * numel);
+    }
+  }
+  return bytes;
+}
+
+std::string OuterStep::text() const {
+  return concat("outer steps: one every ", comm_.outer_every, " steps, over ", num_nodes(),
+                " nodes, ", comm_.outer_wire, ", ", sent_bytes(),
+                " bytes sent by this rank; steps since the last one: ", since_, "\n");
+}
+
+}  // namespace penstock::engine
