@@ -122,11 +122,6 @@ void say_passed_over(const std::string& path, const std::string& why) {
   std::fprintf(stderr, "penstock: checkpoint \"%s\" is skipped: %s\n", path.c_str(), why.c_str());
 }
 
-constexpr const char* kLostResiduals =
-    "residuals (rounding errors that a later sum of gradients adds), and this run has no "
-    "table.residual.rest";
-constexpr const char* kLostMomenta = "momenta of outer steps, and this run makes none";
-
 }  // namespace
 
 // One save() or load().
@@ -422,10 +417,10 @@ struct Core::State::Checkpointing::Load {
     if (options.optimizer) {
       residuals.take(parts);
       if (rank == 0 && residuals.loses(chosen.manifest))
-        engine::say_lost(chosen.path, kLostResiduals);
+        engine::say_lost(chosen.path, engine::kLostResiduals);
       const bool momenta_lost =
           !state.outer && engine::has_role(chosen.manifest, engine::kOuterRole);
-      if (rank == 0 && momenta_lost) engine::say_lost(chosen.path, kLostMomenta);
+      if (rank == 0 && momenta_lost) engine::say_lost(chosen.path, engine::kLostMomenta);
       shared.restore(chosen.manifest);
     }
     state.unloaded.clear();
@@ -540,7 +535,10 @@ std::string Checkpoints::save(const std::string& path, const SaveOptions& option
   };
   if (!state_->outer) return save();
   // The state is that of the first node.
-  return state_->outer->on_first_node("save", concat(path, " ", options.tag), save);
+  const auto check = [&] {
+    Core::State::Checkpointing{*state_}.check_asked(path, "step", options);
+  };
+  return state_->outer->on_first_node("save", concat(path, " ", options.tag), check, save);
 }
 
 void Checkpoints::ask(int urgency) { state_->save_wanted = std::max(state_->save_wanted, urgency); }

@@ -32,8 +32,12 @@ std::vector<ckpt::Extra> to_save(const FlatParts& parts, const Mesh& mesh, int r
 // Returns the pieces of the parts that the checkpoint has. They share memory with the parts.
 std::vector<ckpt::Extra> to_read(const FlatParts& parts, const ckpt::Manifest& manifest,
                                  const ckpt::GlobalOf& names);
-// Tells that this run has no use for a part of the checkpoint.
+// Tells that this run has no use for a part of the checkpoint: `what` is one of the texts below.
 void say_lost(const std::string& path, const char* what);
+inline constexpr const char* kLostResiduals =
+    "residuals (rounding errors that a later sum of gradients adds), and this run has no "
+    "table.residual.rest";
+inline constexpr const char* kLostMomenta = "momenta of outer steps, and this run makes none";
 bool has_role(const ckpt::Manifest& manifest, const std::string& role);
 
 }  // namespace penstock::engine

@@ -203,9 +203,35 @@ std::vector<std::string> OuterStep::share(const std::string& label, const std::s
   });
 }
 
+// What a call threw, on this node or on another.
+struct OuterStep::Caught {
+  std::exception_ptr raised;
+  std::string text;
+
+  void run(const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const std::exception& error) {
+      raised = std::current_exception();
+      text = error.what();
+    }
+  }
+  // Throws if any node has thrown. `texts`: the texts of all nodes.
+  void rethrow(const std::vector<std::string>& texts) const {
+    if (raised) std::rethrow_exception(raised);
+    for (size_t node = 0; node < texts.size(); ++node) {
+      if (!texts[node].empty()) throw RuntimeFault(concat("node ", node, ": ", texts[node]));
+    }
+  }
+};
+
 std::string OuterStep::on_first_node(const std::string& label, const std::string& asked,
+                                     const std::function<void()>& check,
                                      const std::function<std::string()>& work) {
   take_turn(nodes_->board(), label, concat("called ", label, "()"));
+  Caught problem;
+  problem.run(check);
+  problem.rethrow(share(concat(label, " when"), problem.text));
   const std::vector<std::string> all = share(label, asked);
   for (size_t node = 1; node < all.size(); ++node) {
     if (all[node] == all.front()) continue;
@@ -213,40 +239,21 @@ std::string OuterStep::on_first_node(const std::string& label, const std::string
                              " gave different arguments: \"", all.front(), "\" and \"", all[node],
                              "\""));
   }
-  std::string made, problem;
-  std::exception_ptr raised;
-  if (node() == 0) {
-    try {
-      made = work();
-    } catch (const std::exception& error) {
-      raised = std::current_exception();
-      problem = error.what();
-    }
-  }
-  const std::string first = share(concat(label, " of node 0"), problem).front();
-  made = share(concat(label, " made"), made).front();
-  if (raised) std::rethrow_exception(raised);
-  if (!first.empty()) throw RuntimeFault(first);
-  return made;
+  std::string made;
+  if (node() == 0) problem.run([&] { made = work(); });
+  problem.rethrow(share(concat(label, " of node 0"), problem.text));
+  return share(concat(label, " made"), made).front();
 }
 
 FoundCheckpoint OuterStep::alike(const std::string& label,
                                  const std::function<FoundCheckpoint()>& load) {
   take_turn(nodes_->board(), label, concat("called ", label, "()"));
   FoundCheckpoint found;
-  std::string problem;
-  std::exception_ptr raised;
-  try {
-    found = load();
-  } catch (const std::exception& error) {
-    raised = std::current_exception();
-    problem = error.what();
-  }
-  const std::vector<std::string> problems = share(concat(label, " of nodes"), problem);
+  Caught problem;
+  problem.run([&] { found = load(); });
+  problem.rethrow(share(concat(label, " of nodes"), problem.text));
   const std::vector<std::string> fronts = share(concat(label, " of which"), found.front);
-  if (raised) std::rethrow_exception(raised);
-  for (size_t node = 0; node < problems.size(); ++node) {
-    if (!problems[node].empty()) throw RuntimeFault(concat("node ", node, ": ", problems[node]));
+  for (size_t node = 0; node < fronts.size(); ++node) {
     if (fronts[node] == found.front) continue;
     throw RuntimeFault(concat("[engine::load] node ", node,
                               " loaded another checkpoint than this node. Every node needs the "

@@ -61,9 +61,11 @@ class OuterStep {
 
   // [ranks at one position of all nodes] Adds up the values over the nodes.
   std::vector<double> sum(const std::string& label, const std::vector<double>& values);
-  // [all ranks of all nodes] Calls `work` on the first node and returns its result on every node.
-  // If it throws, the other nodes throw RuntimeFault. `asked` must be the same text on all nodes.
+  // [all ranks of all nodes] Calls `check` on every node, and then `work` on the first node.
+  // Returns its result on every node. If one of them throws, every node throws. `asked` must be the
+  // same text on all nodes.
   std::string on_first_node(const std::string& label, const std::string& asked,
+                            const std::function<void()>& check,
                             const std::function<std::string()>& work);
   // [all ranks of all nodes] Calls `load`. If a node fails, or nodes load different checkpoints,
   // all of them throw.
@@ -86,6 +88,7 @@ class OuterStep {
     int64_t numel = 0;
     mem::Lease anchor, momentum;
   };
+  struct Caught;
   at::Tensor anchor_of(const Outer& one) const;
   at::Tensor momentum_of(const Outer& one) const;
   void join(std::vector<Outer>& unit, int64_t step);
