@@ -69,3 +69,18 @@ def test_wires_on_devices(case, more, wires, device_pools, tmp_path):
         first[0][0].weights, there[0][0].weights, training.initial_weights(case.model, trained=True)
     )
     assert deviation < 0.3
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("zero1", "fp32"), ("zero3", "bf16")])
+def test_outer_steps_on_devices(strategy, precision, device_pools, tmp_path):
+    """Nodes that train on their own meet in host memory; their ranks meet on the device."""
+    case = Case(strategy, precision, world=4)
+    comm = case.config()["comm"] | {"codec": "local", "outer_every": training.STEPS // 4}
+    given = {"mesh": {"node": 2}, "comm": comm}
+    run = functools.partial(device_pools(4).run, functools.partial(on_device.train, **given), case)
+    first, again = run(0, str(tmp_path)), run(1, str(tmp_path))
+    there = device_pools(4).run(training.train_with, case, given)
+    for one, two, cpu in zip(first, again, there, strict=True):
+        assert one[1] == two[1] == first[0][1], "the last step is an outer step"
+        assert one[0].losses == two[0].losses
+        assert compare.rms(one[0].losses, cpu[0].losses) < 0.02

@@ -4,6 +4,10 @@ node with torch's SGD over the nodes, and they stay so through checkpoints."""
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -343,7 +347,12 @@ def loss_of_output(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 MESHES: dict[str, tuple[int, int, dict[str, int], dict[str, Any]]] = {
-    "tensor": (4, 2, {"tensor": 2}, {"parallel": {"rules": {"blocks.*.one": "column", "blocks.*.two": "row"}}}),
+    "tensor": (
+        4,
+        2,
+        {"tensor": 2},
+        {"parallel": {"rules": {"blocks.*.one": "column", "blocks.*.two": "row"}}},
+    ),
     "pipeline": (4, 2, {"pipeline": 2}, {"batch": {"accumulate": 2}}),
     "stages": (8, 2, {"pipeline": 2}, {"batch": {"accumulate": 2}}),
 }
@@ -429,3 +438,49 @@ def ends_early(settings: dict[str, Any]) -> str:
 def test_a_node_that_ends_early(pools):
     said = pools(4).run(ends_early, settings_of("zero2", 2))
     assert all("close()" in one for one in said[:2]), said
+
+
+def dies(settings: dict[str, Any]) -> str:
+    """The last rank of the second node ends in its second step."""
+    import penstock  # noqa: PLC0415
+
+    engine = start(settings)
+    try:
+        for step in range(EVERY):
+            if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step_of(engine, step)
+    except penstock.RuntimeFault as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_dies(pools):
+    pool = pools(4)
+    pool.start(dies, settings_of("zero2", 2))
+    began = time.monotonic()
+    got = pool.outcomes({0, 1, 2}, 60)
+    pool.kill()
+    assert time.monotonic() - began < 30
+    assert "lost" in got[2], "its node sees it at once"
+    # The first node trains on until the outer step.
+    assert any("outer u" in got[rank] for rank in (0, 1)), got
+
+
+def dropped(settings: dict[str, Any]) -> float:
+    """An engine without close(), and a second one after it."""
+    engine = start(settings)
+    step_of(engine, 0)
+    del engine
+    gc.collect()
+    again = start(settings)
+    for step in range(EVERY):
+        step_of(again, step)
+    weights = gathered(again)
+    again.close()
+    return float(weights["head.weight"].sum())
+
+
+def test_engines_that_are_dropped(pools):
+    found = pools(4).run(dropped, settings_of("zero3", 2))
+    assert len(set(found)) == 1

@@ -219,9 +219,7 @@ def _nodes(mesh: Any) -> tuple[list[int], list[int]]:
         )
     node, position = own // per_stage % mesh.node, own % per_stage
     stages = range(0, world, per_stage * mesh.node)
-    members = [
-        stage + node * per_stage + one for stage in stages for one in range(per_stage)
-    ]
+    members = [stage + node * per_stage + one for stage in stages for one in range(per_stage)]
     stage = own // (per_stage * mesh.node) * per_stage * mesh.node
     return members, [stage + one * per_stage + position for one in range(mesh.node)]
 

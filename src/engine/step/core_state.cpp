@@ -249,9 +249,10 @@ void Core::State::failed(const char* what, const std::string& error) {
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
   trouble = concat("step ", steps + 1, ", where its ", what, " raised ", error);
   group->set_position(Position::of(trouble));
-  leave_turn(group->board(),
-             concat("left its ", what, " of step ", steps + 1, " because of an error: ", error),
-             driver->owes());
+  const std::string left =
+      concat("left its ", what, " of step ", steps + 1, " because of an error: ", error);
+  leave_turn(group->board(), left, driver->owes());
+  if (outer) outer->failed(left);
   Observer{*this}.dump(what);
 }
 

@@ -17,6 +17,7 @@ namespace penstock::engine {
 
 namespace {
 
+constexpr const char* kTurn = "outer step";
 constexpr int64_t kAlign = 512;  // elements of each node's part of an exchange are a multiple of it
 
 Members everyone(const Group& group) {
@@ -147,13 +148,20 @@ void OuterStep::before_update() {
 
 void OuterStep::after_update(int64_t step) {
   if (++since_ < comm_.outer_every) return;
-  take_turn(nodes_->board(), "outer step", concat("made an outer step after step ", step));
+  take_turn(nodes_->board(), kTurn, concat("made an outer step after step ", step));
+  joins_ = true;
   executor_.updates().finish();
   channel_.set_step(step);
   for (std::vector<Outer>& unit : units_) join(unit, step);
   executor_.traffic().settle();
+  joins_ = false;
   since_ = 0;
   anchored_ = false;
+}
+
+void OuterStep::failed(const std::string& error) {
+  if (!std::exchange(joins_, false)) take_turn(nodes_->board(), kTurn, error);
+  leave_turn(nodes_->board(), error, true);
 }
 
 // Makes the outer step of one unit.

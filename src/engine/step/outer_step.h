@@ -56,6 +56,8 @@ class OuterStep {
   // [all ranks of all nodes, at outer steps] Counts a step, and makes an outer step if it is due.
   // `step`: the number of the training step.
   void after_update(int64_t step);
+  // Tells nodes that wait for this rank in an outer step that it has raised an error.
+  void failed(const std::string& error);
   // Forgets the anchors, and makes all momenta zero, as before the first step.
   void restart();
 
@@ -107,6 +109,7 @@ class OuterStep {
   std::vector<std::vector<Outer>> units_;
   int64_t since_ = 0;
   bool anchored_ = false;
+  bool joins_ = false;  // inside an outer step
 };
 
 }  // namespace penstock::engine
