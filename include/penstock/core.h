@@ -67,9 +67,10 @@ class PENSTOCK_API Core {
   // [all ranks] Shards the model in place; all ranks take rank 0's values. With
   // `external_optimizer`, the callback that the front passes to step() does the update. Throws
   // ConfigError if a setting cannot work. Throws RuntimeFault with the first difference if ranks
-  // disagree on the model or the config.
+  // disagree on the model or the config. `nodes`: only for comm.codec "local", where `group` has
+  // the ranks of one node: the ranks at the same position in all nodes, by node.
   Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> group,
-       bool external_optimizer = false);
+       bool external_optimizer = false, std::shared_ptr<Group> nodes = {});
   ~Core();
 
   // Returns the config in effect: it is resolved for the number of ranks, and has the chosen tiers

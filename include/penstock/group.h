@@ -124,10 +124,6 @@ class PENSTOCK_API Group {
       std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks)>;
   void set_device_groups(DeviceGroups make) { device_groups_ = std::move(make); }
   const DeviceGroups& device_groups() const { return device_groups_; }
-  // [Note: Outer steps] needs this second group: the ranks at the same position in all nodes, by
-  // node. The group itself then has the ranks of one node. Must be set before an engine is made.
-  void set_across_nodes(std::shared_ptr<Group> group) { across_nodes_ = std::move(group); }
-  const std::shared_ptr<Group>& across_nodes() const { return across_nodes_; }
   // Collective over `ranks`. Connects these ranks for collectives on the memory of `device`. When
   // this rank's exchanges end, these collectives end as well. The output of a collective that is
   // aborted in progress is undefined. Throws RuntimeFault if the ranks cannot be connected in time.
@@ -175,7 +171,6 @@ class PENSTOCK_API Group {
 
  private:
   DeviceGroups device_groups_;
-  std::shared_ptr<Group> across_nodes_;
   std::unique_ptr<comm::DeviceBackends> back_ends_;
 };
 

@@ -99,9 +99,10 @@ void bind_core(py::module_& module) {
       .def_readonly("recomputed", &UnitInfo::recomputed)
       .def_readonly("away", &UnitInfo::away);
   py::class_<Core>(module, "Core")
-      .def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool>(),
+      .def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool,
+                    std::shared_ptr<Group>>(),
            py::arg("tree"), py::arg("config"), py::arg("group"), py::arg("external_optimizer"),
-           NoGil())
+           py::arg("nodes"), NoGil())
       // Returns a copy, because a reference would keep the core alive.
       .def_property_readonly("config", [](const Core& core) { return Config(core.config()); })
       .def_property_readonly("units", &Core::units)

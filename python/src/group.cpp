@@ -56,7 +56,6 @@ void bind_group(py::module_& module) {
           py::arg("store"), py::arg("rank_of"), py::arg("timeout_s"), py::arg("warn_s"),
           py::arg("report_dir"))
       .def_static("alone", &Group::alone)
-      .def("set_across_nodes", &Group::set_across_nodes, py::arg("group"))
       .def("set_device_groups", &Group::set_device_groups, py::arg("make"))
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("transport", &Group::transport)

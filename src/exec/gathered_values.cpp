@@ -276,12 +276,6 @@ void GatheredValues::set_rest(Flat& flat, const Placement& at, char* values,
   rank_.traffic.put_back(rest);
 }
 
-at::Tensor GatheredValues::masters(Flat& flat) {
-  at::Tensor part = zeros32(rank_.numel_of(rank_.table.master(), flat));
-  own_masters(flat, bytes_of(part));
-  return part;
-}
-
 void GatheredValues::restore(int unit, Flat& flat, const Placement& place, char* masters) {
   for (ChunkState& chunk : flat.chunks) {
     Buffer& master = chunk.optim.front().buffers.front();
@@ -304,7 +298,10 @@ void GatheredValues::publish(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     if (!flat.trainable) continue;
     if (rank_.keeps_master(flat) || !rank_.table.publish().empty()) {
-      set_rest(flat, rank_.table.master(), bytes_of(masters(flat)), concat("publish u", index));
+      const Placement place = rank_.table.master();
+      const at::Tensor masters = zeros32(rank_.numel_of(place, flat));
+      own_masters(flat, bytes_of(masters));
+      set_rest(flat, place, bytes_of(masters), concat("publish u", index));
     }
     for (Slot& slot : flat.slots) {
       slot.param.unsafeGetTensorImpl()->bump_version();

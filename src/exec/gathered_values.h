@@ -47,9 +47,6 @@ class GatheredValues {
   // [stage] Stores `full` as resting parameters and masters, and zeroes the moments. `full` is
   // fp32. It must have rank 0's values wherever this rank keeps elements.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
-  // Returns this rank's part of the fp32 masters of a flat that trains, cut as in Table::master().
-  // Must follow Updates::finish().
-  at::Tensor masters(Flat& flat);
   // [stage] Stores this rank's part of new fp32 masters, cut as in `place`, and writes the resting
   // parameters from them (cast and gathered).
   void restore(int unit, Flat& flat, const Placement& place, char* masters);

@@ -81,7 +81,7 @@ def counters() -> Counters:
 
 
 def reset_counters() -> None:
-    """Counts from 0 again. Ends engines that were dropped before, because they wait for the device."""
+    """Counts from 0 again. Engines that were dropped before end first: they wait for the device."""
     gc.collect()
     _sim.reset_counters()
 

@@ -69,7 +69,49 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.detach().clone() for name, one in model.named_parameters()}
 
 
-def reference(  # noqa: PLR0913 - what makes two runs differ
+class Reference:
+    """Nodes of `parts` data ranks each, in one process."""
+
+    def __init__(self, nodes: int, parts: int) -> None:
+        self.parts = parts
+        self.models, self.anchor = [Net() for _ in range(nodes)], Net()
+        self.inner = [torch.optim.AdamW(trained(model), **ADAMW) for model in self.models]
+        self.outer = torch.optim.SGD(
+            trained(self.anchor), OUTER["outer_lr"], OUTER["outer_momentum"], nesterov=True
+        )
+
+    def step(self, step: int, micro: int) -> None:
+        for node, (model, optimizer) in enumerate(zip(self.models, self.inner, strict=True)):
+            optimizer.zero_grad()
+            for part in range(self.parts):
+                for one in range(micro):
+                    loss = loss_of(model, samples(step, node * self.parts + part, one))
+                    (loss / (self.parts * micro)).backward()
+            optimizer.step()
+        if (step + 1) % EVERY == 0:
+            self.join()
+
+    def join(self) -> None:
+        for i, param in enumerate(trained(self.anchor)):
+            theirs = [trained(model)[i].data for model in self.models]
+            param.grad = torch.stack([param.data - one for one in theirs]).mean(0)
+        self.outer.step()
+        for model in self.models:
+            model.load_state_dict(self.anchor.state_dict())
+
+    def reload(self, still: bool) -> None:
+        """All nodes go on with the moments of the first; `still`: without updates."""
+        state = self.inner[0].state_dict()
+        for optimizer in self.inner:
+            optimizer.load_state_dict(copy.deepcopy(state))
+            optimizer.param_groups[0].update({"lr": 0.0} if still else {})
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [one for one in model.parameters() if one.requires_grad]
+
+
+def reference(
     nodes: int,
     parts: int,
     steps: int = STEPS,
@@ -77,44 +119,14 @@ def reference(  # noqa: PLR0913 - what makes two runs differ
     reload_at: int = 0,
     still: bool = False,
 ) -> list[Any]:
-    """By node: the weights after each step, in one process. Each node has `parts` data ranks.
-
-    After step `reload_at`, all nodes go on with the moments of the first; `still`: without updates.
-    """
-    models = [Net() for _ in range(nodes)]
-    anchor = Net()
-    trained = [one for one in anchor.parameters() if one.requires_grad]
-    outer = torch.optim.SGD(trained, lr=OUTER["outer_lr"], momentum=OUTER["outer_momentum"],
-                            nesterov=True)  # fmt: skip
-    inner = [
-        torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], **ADAMW)
-        for model in models
-    ]
-    seen: list[Any] = [[] for _ in models]
+    """By node: the weights after each step. See `Reference.reload` for the last two arguments."""
+    made = Reference(nodes, parts)
+    seen: list[Any] = [[] for _ in made.models]
     for step in range(steps):
-        for node, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
-            optimizer.zero_grad()
-            for part in range(parts):
-                for one in range(micro):
-                    loss = loss_of(model, samples(step, node * parts + part, one))
-                    (loss / (parts * micro)).backward()
-            optimizer.step()
-        if (step + 1) % EVERY == 0:
-            for i, param in enumerate(trained):
-                theirs = [
-                    [one for one in model.parameters() if one.requires_grad][i] for model in models
-                ]
-                param.grad = torch.stack([param.data - one.data for one in theirs]).mean(0)
-            outer.step()
-            for model in models:
-                for param, one in zip(anchor.parameters(), model.parameters(), strict=True):
-                    one.data.copy_(param.data)
+        made.step(step, micro)
         if step + 1 == reload_at:
-            state = inner[0].state_dict()
-            for optimizer in inner:
-                optimizer.load_state_dict(copy.deepcopy(state))
-                optimizer.param_groups[0].update({"lr": 0.0} if still else {})
-        for node, model in enumerate(models):
+            made.reload(still)
+        for node, model in enumerate(made.models):
             seen[node].append(weights_of(model))
     return seen
 
@@ -165,6 +177,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "late": ("zero3", 4, 2, {"offload": {"optimizer": "host", "late_update": True}}),
     "window": ("zero3", 4, 2, {"batch": {"accumulate": 2, "micro": ROWS}}),
     "gloo": ("zero3", 4, 2, {"comm": {"backend": "gloo"}}),
+    "gloo_again": ("zero1", 4, 2, {"comm": {"backend": "gloo"}}),
 }
 
 
@@ -382,10 +395,10 @@ def refusal(settings: dict[str, Any], own: bool = False) -> str:
     import penstock  # noqa: PLC0415
 
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters()) if own else None
+    optimizer = None
     if own:
         settings = {key: value for key, value in settings.items() if key != "optimizer"}
-        optimizer = torch.optim.Adamax([one for one in model.parameters() if one.requires_grad])
+        optimizer = torch.optim.Adamax(trained(model))
     with pytest.raises(penstock.ConfigError) as refused:
         penstock.initialize(model, copy.deepcopy(settings), optimizer=optimizer)
     return str(refused.value)

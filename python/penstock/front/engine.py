@@ -92,7 +92,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._watch_signals()
 
     def _adopt(self, described: Any, config: Any) -> None:
-        self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
+        self._core = self._ranks.core(described, config, not self._native)
         _cores.add(self)
         self.config = self._core.config
         training_device.warn_of_one_thread(self.module, described.device, self.config)

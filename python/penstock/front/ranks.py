@@ -1,5 +1,6 @@
 """Connects the ranks of a run, from torch.distributed or the environment of the launcher."""
 
+import collections
 import contextlib
 import datetime
 import functools
@@ -7,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,32 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
+_made_of: collections.Counter[str] = collections.Counter()  # number of groups of these ranks
+
+
+def _of_some(members: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Makes a gloo group of these ranks, which all call this. torch does not know the group: it
+    would name the group by its ranks, and could find keys of a destroyed group in the store."""
+    ranks = "-".join(map(str, members))
+    store = PrefixStore(
+        f"penstock/gloo/{ranks}/{_made_of[ranks]}", distributed_c10d._get_default_store()
+    )
+    _made_of[ranks] += 1
+    own, size = members.index(dist.get_rank()), len(members)
+    group = dist.ProcessGroup(store, own, size)
+    gloo = dist.ProcessGroupGloo(store, own, size, timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+class Waits(NamedTuple):
+    """How a group waits for peers."""
+
+    timeout_s: float  # seconds until a wait fails
+    warn_s: float = 30.0  # seconds until a wait prints a line on stderr; 0: never
+    report_dir: str = ""  # folder for reports of failures, or ""
+
+
 class Ranks:
     """An engine's own group over all ranks.
 
@@ -60,13 +87,14 @@ class Ranks:
     one per direction. A single rank needs neither. `close()` frees the groups; so does the deletion
     of this object and the group.
 
-    With `nodes`, the group has the ranks of this rank's node, and a second group joins the ranks at
-    the same position in all nodes.
+    With `nodes`, the group has the ranks of this rank's node.
+
+    Attributes:
+        group: the group.
+        nodes: with `nodes`, the group of the ranks at the same position in all nodes; else None.
 
     Args:
-        timeout_s: seconds until a wait for a peer fails.
-        warn_s: seconds until a wait for a peer prints a line on stderr; 0: never.
-        report_dir: folder for reports of failures, or "".
+        waits: how long the ranks wait for each other.
         back_end: name of the back end with collectives on the model's device, or None.
         transport: the value of the key comm.backend.
         has_stages: whether the ranks form pipelines.
@@ -79,25 +107,24 @@ class Ranks:
 
     def __init__(
         self,
-        timeout_s: float,
-        warn_s: float = 30.0,
-        report_dir: str = "",
+        waits: Waits,
         back_end: str | None = None,
         transport: str = "auto",
         has_stages: bool = False,
         nodes: Callable[[], tuple[list[int], list[int]]] | None = None,
     ) -> None:
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout = datetime.timedelta(seconds=waits.timeout_s)
         if not dist.is_initialized():
             environment.adopt()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo", timeout=timeout)
         self._made = _Made()
-        self._waits = (timeout_s, warn_s, report_dir)
+        self._waits = waits
+        self.nodes: Any = None
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self.group = _penstock.Group.alone()
             if nodes is not None:
-                self.group.set_across_nodes(_penstock.Group.alone())
+                self.nodes = _penstock.Group.alone()
             return
         members = list(range(dist.get_world_size()))
         across: list[int] = []
@@ -109,30 +136,35 @@ class Ranks:
             self.group.set_device_groups(made_by)
         if across:
             # Nodes meet in host memory.
-            self.group.set_across_nodes(self._connect(across, transport, None))
+            self.nodes = self._connect(across, transport, None)
 
     def _connect(self, members: list[int], transport: str, back_end: str | None) -> Any:
         """Connects these ranks, which all call this in the same order."""
-        timeout_s, warn_s, report_dir = self._waits
+        waits = self._waits
         if len(members) == 1:
             return _penstock.Group.alone()
         if transport == "shm" or (transport == "auto" and back_end is None):
-            group = _on_one_host(members, transport, *self._waits)
+            group = _on_one_host(members, transport, waits)
             if group is not None:
                 return group
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout = datetime.timedelta(seconds=waits.timeout_s)
         made = self._made
-        options: dict[str, Any] = {}
-        if len(members) < dist.get_world_size():  # other ranks need not take part
-            options = {"ranks": members, "use_local_synchronization": True}
 
         def connect() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+            if len(members) < dist.get_world_size():
+                return _of_some(members, timeout), _of_some(members, timeout)
             for _ in range(2):
-                made.groups.append(dist.new_group(backend="gloo", timeout=timeout, **options))
+                made.groups.append(dist.new_group(backend="gloo", timeout=timeout))
             return made.groups[-2], made.groups[-1]
 
         up, down = connect()
-        return _penstock.Group.from_process_group(up, timeout_s, down, connect, warn_s, report_dir)
+        return _penstock.Group.from_process_group(
+            up, waits.timeout_s, down, connect, waits.warn_s, waits.report_dir
+        )
+
+    def core(self, tree: Any, config: Any, external_optimizer: bool) -> Any:
+        """Makes the core of an engine over these ranks."""
+        return _penstock.Core(tree, config, self.group, external_optimizer, self.nodes)
 
     def close(self) -> None:
         """Destroys the process groups, without waiting for other ranks."""
@@ -194,9 +226,7 @@ def of_config(config: Any, device: torch.device) -> Ranks:
     comm = config.comm
     back_end = device_backends.name_for(device, comm.backend)
     return Ranks(
-        comm.timeout_s,
-        comm.warn_s,
-        comm.report_dir,
+        Waits(comm.timeout_s, comm.warn_s, comm.report_dir),
         back_end,
         comm.backend,
         config.mesh.pipeline > 1,
@@ -224,18 +254,14 @@ def _nodes(mesh: Any) -> tuple[list[int], list[int]]:
     return members, [stage + one * per_stage + position for one in range(mesh.node)]
 
 
-def _on_one_host(
-    members: list[int], wanted: str, timeout_s: float, warn_s: float, report_dir: str
-) -> Any:
+def _on_one_host(members: list[int], wanted: str, waits: Waits) -> Any:
     """Returns a group through shared memory. Returns None on all ranks if it is not possible."""
     store = _Meetings.begin()
     own = members.index(dist.get_rank())
     if len(members) < dist.get_world_size():
         store = PrefixStore("-".join(map(str, members)), store)
     try:
-        group, why_not = _penstock.Group.on_one_host(
-            store, (own, len(members)), timeout_s, warn_s, report_dir
-        )
+        group, why_not = _penstock.Group.on_one_host(store, (own, len(members)), *waits)
     except RuntimeError as error:
         raise RuntimeFault(str(error)) if _REFUSED in str(error) else error from None
     if group is None and why_not:

@@ -101,7 +101,7 @@ def _connect(timeout_s: float) -> Any:
     The new group also replaces one in which a rank has failed. The ranks meet to make the new
     group, so no rank still uses the earlier group when it is closed.
     """
-    own = ranks.Ranks(timeout_s)
+    own = ranks.Ranks(ranks.Waits(timeout_s))
     earlier = _shared.pop() if _shared else None
     places = (own.group.rank, own.group.size)
     if earlier is None or places != (earlier.own_ranks.group.rank, earlier.own_ranks.group.size):

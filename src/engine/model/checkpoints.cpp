@@ -141,12 +141,28 @@ struct Core::State::Checkpointing {
   Json numbers() const;
   Json about() const;
   void restore(const ckpt::Manifest& manifest) const;
+  engine::FlatParts flat_state(const ckpt::Manifest* from = nullptr) const;
+  void say_lost(const std::string& path, const ckpt::Manifest& manifest) const;
   void check_asked(const std::string& path, const std::string& tag,
                    const SaveOptions& options) const;
   std::string save(const std::string& path, const SaveOptions& options);
 
   struct Load;
 };
+
+// Returns the state of flats to save, or to fill from a checkpoint.
+engine::FlatParts Core::State::Checkpointing::flat_state(const ckpt::Manifest* from) const {
+  engine::FlatParts parts = from == nullptr ? residuals().parts() : residuals().to_fill(*from);
+  if (state.outer) std::ranges::move(state.outer->momenta(), std::back_inserter(parts));
+  return parts;
+}
+
+void Core::State::Checkpointing::say_lost(const std::string& path,
+                                          const ckpt::Manifest& manifest) const {
+  if (residuals().loses(manifest)) engine::say_lost(path, engine::kLostResiduals);
+  const bool momenta = engine::has_role(manifest, engine::kOuterRole);
+  if (momenta && !state.outer) engine::say_lost(path, engine::kLostMomenta);
+}
 
 std::vector<std::string> Core::State::Checkpointing::share(const std::string& label,
                                                            const std::string& text) const {
@@ -365,7 +381,7 @@ struct Core::State::Checkpointing::Load {
     const ckpt::TensorLoadOptions wanted{options.optimizer, options.tied};
     ckpt::Target target{executor, state.tiers, shared.names, {}, {}};
     const engine::ResidualState residuals = shared.residuals();
-    engine::FlatParts parts, momenta;
+    engine::FlatParts parts;
     std::string problem;
     try {
       if (state.driver->holds()) {
@@ -374,13 +390,8 @@ struct Core::State::Checkpointing::Load {
             "load()");
       }
       executor.updates().finish();
-      if (options.optimizer) parts = residuals.to_fill(chosen.manifest);
+      if (options.optimizer) parts = shared.flat_state(&chosen.manifest);
       target.extras = extras(chosen, found, parts);
-      if (state.outer && options.optimizer) {
-        momenta = state.outer->momenta();
-        std::ranges::move(engine::to_read(momenta, chosen.manifest, shared.names),
-                          std::back_inserter(target.extras));
-      }
       const auto lacks = [&](const ckpt::Holding& one) {
         return std::ranges::all_of(one.flat->slots, [&](const exec::Slot& slot) {
           return !ckpt::has_parameter(chosen.manifest, wanted, shared.names(one.unit, slot).name);
@@ -416,11 +427,7 @@ struct Core::State::Checkpointing::Load {
     if (!first.empty()) return first;
     if (options.optimizer) {
       residuals.take(parts);
-      if (rank == 0 && residuals.loses(chosen.manifest))
-        engine::say_lost(chosen.path, engine::kLostResiduals);
-      const bool momenta_lost =
-          !state.outer && engine::has_role(chosen.manifest, engine::kOuterRole);
-      if (rank == 0 && momenta_lost) engine::say_lost(chosen.path, engine::kLostMomenta);
+      if (rank == 0) shared.say_lost(chosen.path, chosen.manifest);
       shared.restore(chosen.manifest);
     }
     state.unloaded.clear();
@@ -477,11 +484,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   std::unique_ptr<ckpt::Save> save;
   std::string folder, problem;
   std::vector<ckpt::Extra> extras = engine::extras_of(options.tensors, *state.executor, rank);
-  std::ranges::move(residuals().to_save(names), std::back_inserter(extras));
-  if (state.outer) {
-    std::ranges::move(engine::to_save(state.outer->momenta(), state.executor->mesh(), rank, names),
-                      std::back_inserter(extras));
-  }
+  engine::add_saved(flat_state(), state.executor->mesh(), rank, names, &extras);
   const Json now = numbers();
   try {
     contents = {about(), now, parse(options.front, "what the front keeps"),

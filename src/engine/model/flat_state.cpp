@@ -19,8 +19,7 @@ at::Tensor piece_of(const FlatPart& part, const StatePiece& piece) {
 }  // namespace
 
 std::unique_ptr<FlatPart> part_of(int unit, exec::Flat& flat, at::Tensor values,
-                                  const Placement& place, const char* role, const Mesh& mesh,
-                                  int rank) {
+                                  const Placement& place, int shard, const char* role) {
   auto made = std::make_unique<FlatPart>();
   made->flat = &flat;
   made->values = std::move(values);
@@ -32,22 +31,20 @@ std::unique_ptr<FlatPart> part_of(int unit, exec::Flat& flat, at::Tensor values,
   holding.buffer = &made->shape;
   holding.place = place;
   holding.role = role;
-  holding.first = shard_index(place, mesh, rank) * made->shape.numel;
+  holding.first = shard * made->shape.numel;
   return made;
 }
 
-std::vector<ckpt::Extra> to_save(const FlatParts& parts, const Mesh& mesh, int rank,
-                                 const ckpt::GlobalOf& names) {
-  std::vector<ckpt::Extra> extras;
+void add_saved(const FlatParts& parts, const Mesh& mesh, int rank, const ckpt::GlobalOf& names,
+               std::vector<ckpt::Extra>* extras) {
   for (const auto& one : parts) {
     const auto [from, to] = ckpt::share_of(one->holding, mesh, rank);
     const int64_t first = one->holding.first;
     for (const StatePiece& piece : ckpt::pieces(one->holding, first + from, to - from, names)) {
       if (piece.numel == 0) continue;
-      extras.push_back({one->holding.role, piece.global, -1, piece_of(*one, piece)});
+      extras->push_back({one->holding.role, piece.global, -1, piece_of(*one, piece)});
     }
   }
-  return extras;
 }
 
 std::vector<ckpt::Extra> to_read(const FlatParts& parts, const ckpt::Manifest& manifest,

@@ -22,13 +22,12 @@ struct FlatPart {
 };
 using FlatParts = std::vector<std::unique_ptr<FlatPart>>;
 
-// `values`: the part of the flat that rank `rank` has under `place`.
+// `values`: shard number `shard` of the flat under `place`.
 std::unique_ptr<FlatPart> part_of(int unit, exec::Flat& flat, at::Tensor values,
-                                  const Placement& place, const char* role, const Mesh& mesh,
-                                  int rank);
-// Returns the tensors that this rank saves.
-std::vector<ckpt::Extra> to_save(const FlatParts& parts, const Mesh& mesh, int rank,
-                                 const ckpt::GlobalOf& names);
+                                  const Placement& place, int shard, const char* role);
+// Appends the tensors that this rank saves.
+void add_saved(const FlatParts& parts, const Mesh& mesh, int rank, const ckpt::GlobalOf& names,
+               std::vector<ckpt::Extra>* extras);
 // Returns the pieces of the parts that the checkpoint has. They share memory with the parts.
 std::vector<ckpt::Extra> to_read(const FlatParts& parts, const ckpt::Manifest& manifest,
                                  const ckpt::GlobalOf& names);

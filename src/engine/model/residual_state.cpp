@@ -33,6 +33,8 @@ FlatParts ResidualState::parts() const {
   FlatParts found;
   const std::vector<std::pair<int, exec::Flat*>> all = flats();
   if (!executor_.values().residuals().used()) return found;
+  const Placement place = executor_.values().residuals().saved();
+  const int shard = shard_index(place, executor_.mesh(), rank_);
   // A residual may be zero on some ranks only.
   std::string mine;
   for (const auto& [unit, flat] : all) mine += flat->residual.kept.memory ? '1' : '0';
@@ -43,9 +45,8 @@ FlatParts ResidualState::parts() const {
                                     [&](const std::string& one) { return one[i] == '1'; });
     if (!exists && !flat->placement.is_partial(Axis::kPipeline)) continue;
     const std::string label = concat("read u", unit, " residual");
-    found.push_back(part_of(unit, *flat, executor_.values().residuals().mean(*flat, label),
-                            executor_.values().residuals().saved(), kResidualRole, executor_.mesh(),
-                            rank_));
+    found.push_back(part_of(unit, *flat, executor_.values().residuals().mean(*flat, label), place,
+                            shard, kResidualRole));
   }
   // The stages that share a weight exchange its residual. All stages follow one order of weights.
   std::vector<const FlatPart*> in_order;
@@ -60,10 +61,6 @@ FlatParts ResidualState::parts() const {
   return found;
 }
 
-std::vector<ckpt::Extra> ResidualState::to_save(const ckpt::GlobalOf& names) const {
-  return engine::to_save(parts(), executor_.mesh(), rank_, names);
-}
-
 FlatParts ResidualState::to_fill(const ckpt::Manifest& manifest) const {
   FlatParts found;
   if (!has_role(manifest, kResidualRole)) return found;
@@ -71,7 +68,7 @@ FlatParts ResidualState::to_fill(const ckpt::Manifest& manifest) const {
   for (const auto& [unit, flat] : flats()) {
     const int64_t numel = flat->numel / num_shards(place, executor_.mesh());
     found.push_back(part_of(unit, *flat, at::zeros({numel}, at::TensorOptions(at::kFloat)), place,
-                            kResidualRole, executor_.mesh(), rank_));
+                            shard_index(place, executor_.mesh(), rank_), kResidualRole));
   }
   return found;
 }
@@ -83,8 +80,9 @@ bool ResidualState::loses(const ckpt::Manifest& manifest) const {
 void ResidualState::take(const FlatParts& parts) const {
   for (exec::UnitState& unit : executor_.units()) {
     for (exec::Flat& flat : unit.flats) {
-      const auto found = std::find_if(parts.begin(), parts.end(),
-                                      [&](const auto& one) { return one->flat == &flat; });
+      const auto found = std::find_if(parts.begin(), parts.end(), [&](const auto& one) {
+        return one->flat == &flat && one->holding.role == kResidualRole;
+      });
       const bool has = found != parts.end();
       executor_.values().residuals().set_mean(flat,
                                               has ? (*found)->values.mul(divisor_) : at::Tensor());

@@ -27,13 +27,12 @@ class ResidualState {
   // [all ranks] Returns this rank's parts of the residuals. Leaves out residuals that are zero on
   // every rank.
   FlatParts parts() const;
-  // [all ranks] Returns the tensors to save.
-  std::vector<ckpt::Extra> to_save(const ckpt::GlobalOf& names) const;
 
   // Returns parts that are zero, to be filled with the residuals of a checkpoint. Returns no parts
   // if the checkpoint or the table has no residuals.
   FlatParts to_fill(const ckpt::Manifest& manifest) const;
-  // Replaces all residuals by these parts. A residual without a part becomes zero.
+  // Replaces all residuals by the residuals among these parts. A residual without a part becomes
+  // zero.
   void take(const FlatParts& parts) const;
   // Returns whether the checkpoint has residuals that this run cannot use.
   bool loses(const ckpt::Manifest& manifest) const;

@@ -23,8 +23,9 @@
 namespace penstock {
 
 Core::Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> group,
-           bool external_optimizer)
-    : state_(std::make_shared<State>(tree, config, std::move(group), external_optimizer)) {
+           bool external_optimizer, std::shared_ptr<Group> nodes)
+    : state_(std::make_shared<State>(tree, config, std::move(group), external_optimizer,
+                                     std::move(nodes))) {
   state_->install_hooks();
   State::Observer{*state_}.describe();
 }

@@ -198,6 +198,15 @@ void connect(engine::ModelRanks& ranks, const Config& config, const std::shared_
   }
 }
 
+// Resolves the config for the ranks of all nodes. Only the first node writes about the run.
+void resolve(const Group& group, const Group* nodes, Config* config) {
+  const bool local = trains_locally(*config) && nodes != nullptr;
+  config->resolve(group.size() * (local ? nodes->size() : 1));
+  if (!local || nodes->rank() == 0) return;
+  config->monitor.path.clear();
+  config->monitor.console = "none";
+}
+
 void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
   tiers.device.set_budget(std::move(budgets.device));
   tiers.host.set_budget(std::move(budgets.host));
@@ -207,18 +216,12 @@ void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
 }  // namespace
 
 Core::State::State(const ModelTree& tree, const Config& settings, std::shared_ptr<Group> ranks,
-                   bool external_optimizer)
+                   bool external_optimizer, std::shared_ptr<Group> nodes)
     : config(settings),
       group(std::move(ranks)),
       tiers(checked_device(tree), settings.monitor.events),
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
-  const std::shared_ptr<Group>& nodes = group->across_nodes();
-  const bool local = trains_locally(config) && nodes;
-  config.resolve(group->size() * (local ? nodes->size() : 1));
-  if (local && nodes->rank() > 0) {  // the first node writes about the run
-    config.monitor.path.clear();
-    config.monitor.console = "none";
-  }
+  resolve(*group, nodes.get(), &config);
   check_memory(tree);
   engine::Blueprint blueprint = engine::draw(tree, config, group->rank());
   check_optimizer(config, external_optimizer);
@@ -231,7 +234,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   if (group->rank() == 0) std::fputs(choice.c_str(), stderr);
   set_budgets(tiers, engine::budgets_of(blueprint, room, external_optimizer));
   const Table table = engine::settle(blueprint);
-  engine::check_outer(blueprint.config, *group, table, external_optimizer);
+  engine::check_outer(blueprint.config, nodes.get(), table, external_optimizer);
   config = std::move(blueprint.config);
   model = std::move(blueprint.model);
   resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
@@ -263,7 +266,9 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   progress.assign(executor->units().size(), {});
   Planning{*this}.make();
   border.emplace(*executor, *tiled);
-  if (local) outer.emplace(nodes, config.comm, *executor, tiers, group->rank());
+  if (trains_locally(config)) {
+    outer.emplace(std::move(nodes), config.comm, *executor, tiers, group->rank());
+  }
   adoption.commit();
   Observer{*this}.begin();
   show(group->board(), "the caller's code, after initialize");

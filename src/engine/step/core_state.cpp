@@ -519,6 +519,15 @@ double Core::State::divisor() const {
   return averaged * loss_scale.value();
 }
 
+void Core::State::prepare_step(const std::vector<OptimizerConfig>& groups) {
+  check_groups(config, groups);
+  check_model(*driver, *executor, *wholes, model_ranks);
+  look_at_gradients(false);
+  border->look_at_params();
+  border->hide_gradients();
+  if (outer) outer->before_update();
+}
+
 bool Core::State::step(const std::vector<OptimizerConfig>& groups,
                        const std::function<void()>& external, const std::string& options) {
   if (const char* why = window->refusal(engine::Call::kUpdate)) {
@@ -526,11 +535,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     drop_gradients();
     throw RuntimeFault(why);
   }
-  check_groups(config, groups);
-  check_model(*driver, *executor, *wholes, model_ranks);
-  look_at_gradients(false);
-  border->look_at_params();
-  border->hide_gradients();
+  prepare_step(groups);
   const std::string bad = window->take_blamed();
   exec::Update update{groups, config.clip, bad, external, monitor->counted(), {}, {}, rules};
   update.say = [this, told = engine::options_text(groups, options) + monitor->say()] {
@@ -545,7 +550,6 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     window->on(engine::Call::kUpdate);
     return averaged_over;
   };
-  if (outer) outer->before_update();
   executor->updates().begin(std::move(update));
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
@@ -554,6 +558,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     if (!config.offload.late_update || executor->table().rests_whole()) {
       executor->updates().finish();
     }
+    if (outer) outer->after_update(steps + 1);
   } catch (const StillOpen&) {
     window->blame(bad);
     executor->updates().discard();
@@ -576,20 +581,9 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   }
   loss_scale.good_step();
   executor->updates().arrive();
-  if (outer) join_nodes();
   Planning{*this}.begin_next_step();
   Observer{*this}.end_step(groups);
   return true;
-}
-
-// Counts the step, and makes an outer step if it is due.
-void Core::State::join_nodes() {
-  try {
-    outer->after_update(steps + 1);
-  } catch (const std::exception& error) {
-    failed("update", error.what());
-    throw;
-  }
 }
 
 void Core::State::check_open(const char* call) const {

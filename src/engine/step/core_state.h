@@ -38,7 +38,7 @@ namespace penstock {
 
 struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Host {
   State(const ModelTree& tree, const Config& settings, std::shared_ptr<Group> ranks,
-        bool external_optimizer);
+        bool external_optimizer, std::shared_ptr<Group> nodes);
   ~State() override;
 
   // Must follow the constructor: the hooks hold weak pointers to this object.
@@ -167,7 +167,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
     }
   }
 
-  void join_nodes();
+  void prepare_step(const std::vector<OptimizerConfig>& groups);
   void watch_outside_reads();
   void start_backward(bool in_autograd = true);
   // `since`: where the forward of this use began. `at`: the place that the backward has reached.

@@ -10,6 +10,7 @@
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/device/kernels.h"
 #include "src/exec/walk.h"
 #include "src/plan/strategy.h"
 
@@ -53,11 +54,11 @@ int64_t padded(int64_t numel, int num_nodes) {
 
 }  // namespace
 
-void check_outer(const Config& config, const Group& group, const Table& table,
+void check_outer(const Config& config, const Group* nodes, const Table& table,
                  bool external_optimizer) {
   if (!trains_locally(config)) return;
   const Mesh mesh = mesh_of(config);
-  if (!group.across_nodes() || group.across_nodes()->size() != config.mesh.node) {
+  if (nodes == nullptr || nodes->size() != config.mesh.node) {
     refuse_beside(concat("\"mesh.node\" is ", config.mesh.node),
                   "but the group does not say which ranks form a node. Use penstock.initialize()");
   }
@@ -137,12 +138,23 @@ void OuterStep::restart() {
   }
 }
 
+// Copies this rank's part of the masters to host memory. They may be in chunks, and on any tier.
+void OuterStep::copy_masters(const Outer& one, char* to) {
+  for (exec::ChunkState& chunk : one.flat->chunks) {
+    const int64_t numel = one.flat->chunks.size() > 1 ? chunk.numel : one.numel;
+    device::copy(to + chunk.begin * 4, executor_.updates().fetch_master(*one.flat, chunk),
+                 numel * 4);
+    executor_.traffic().let_go(chunk.optim.back().buffers.front());
+  }
+  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();
+}
+
 void OuterStep::before_update() {
   if (std::exchange(anchored_, true)) return;
   executor_.updates().finish();
   for (const std::vector<Outer>& unit : units_) {
     executor_.values().take_edits(unit.front().unit);
-    for (const Outer& one : unit) anchor_of(one).copy_(executor_.values().masters(*one.flat));
+    for (const Outer& one : unit) copy_masters(one, static_cast<char*>(one.anchor.data().host()));
   }
 }
 
@@ -151,6 +163,7 @@ void OuterStep::after_update(int64_t step) {
   take_turn(nodes_->board(), kTurn, concat("made an outer step after step ", step));
   joins_ = true;
   executor_.updates().finish();
+  for (const exec::UnitState& unit : executor_.units()) unit.param_ready.wait();
   channel_.set_step(step);
   for (std::vector<Outer>& unit : units_) join(unit, step);
   executor_.traffic().settle();
@@ -173,9 +186,8 @@ void OuterStep::join(std::vector<Outer>& unit, int64_t step) {
   for (const Outer& one : unit) {
     const int64_t numel = padded(one.numel, num_nodes());
     at::Tensor& gradient = gradients.emplace_back(at::zeros({numel}, at::kFloat));
-    const at::Tensor masters = executor_.values().masters(*one.flat);
-    at::Tensor own = gradient.narrow(0, 0, one.numel);
-    own.copy_(anchor_of(one)).sub_(masters);
+    copy_masters(one, static_cast<char*>(gradient.data_ptr()));
+    gradient.narrow(0, 0, one.numel).neg_().add_(anchor_of(one));
     exec::Travel travel{gradient.data_ptr(), gradient.data_ptr(), Dtype::kFp32, Dtype::kFp32,
                         numel};
     travel.noise = hash_text(one.flat->slots.front().name, hash_text(concat("outer ", step)));
@@ -272,10 +284,11 @@ FoundCheckpoint OuterStep::alike(const std::string& label,
 
 FlatParts OuterStep::momenta() const {
   FlatParts parts;
+  const Placement place = executor_.table().master();
   for (const std::vector<Outer>& unit : units_) {
     for (const Outer& one : unit) {
-      parts.push_back(part_of(one.unit, *one.flat, momentum_of(one), executor_.table().master(),
-                              kOuterRole, executor_.mesh(), rank_));
+      parts.push_back(part_of(one.unit, *one.flat, momentum_of(one), place,
+                              shard_index(place, executor_.mesh(), rank_), kOuterRole));
     }
   }
   return parts;

@@ -36,14 +36,14 @@ namespace penstock::engine {
 inline constexpr const char* kOuterRole = "outer";  // of momenta in checkpoints
 
 // Throws ConfigError if the config asks for outer steps and cannot have them.
-void check_outer(const Config& config, const Group& group, const Table& table,
+void check_outer(const Config& config, const Group* nodes, const Table& table,
                  bool external_optimizer);
 
 // Used only by the model's thread.
 class OuterStep {
  public:
-  // `nodes`: see Group::across_nodes(). `rank`: in the node. `executor` and `tiers` must outlive
-  // this object.
+  // `nodes`: the ranks at this rank's position in all nodes, by node. `rank`: in the node.
+  // `executor` and `tiers` must outlive this object.
   OuterStep(std::shared_ptr<Group> nodes, const CommConfig& comm, exec::Executor& executor,
             mem::Tiers& tiers, int rank);
 
@@ -93,6 +93,7 @@ class OuterStep {
   struct Caught;
   at::Tensor anchor_of(const Outer& one) const;
   at::Tensor momentum_of(const Outer& one) const;
+  void copy_masters(const Outer& one, char* to);
   void join(std::vector<Outer>& unit, int64_t step);
   std::vector<std::string> share(const std::string& label, const std::string& text);
   int64_t sent_bytes() const;  // by this rank in one outer step
