@@ -51,6 +51,7 @@ NAV: dict[str, str | dict[str, str]] = {
     "Guides": {
         "Training": "training.md",
         "Tables of placements": "tables.md",
+        "Slow networks": "slow_networks.md",
         "Several ranks, one model": "parallel.md",
         "Checkpoints": "checkpoints.md",
         "Launching": "launching.md",

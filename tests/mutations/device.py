@@ -425,8 +425,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "ranks connect with the interpreter's lock",
         CORE,
-        'py::arg("external_optimizer"),\n           NoGil())',
-        'py::arg("external_optimizer"))',
+        'py::arg("nodes"), NoGil())',
+        'py::arg("nodes"))',
         Pytest((CONNECTIONS, "-k", "closes_alone"), ("_sim",)),
     ),
     Mutation(

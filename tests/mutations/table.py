@@ -5,6 +5,7 @@ from __future__ import annotations
 from border import AT_THE_BORDER
 from device import BESIDE_A_DEVICE
 from monitor import OF_A_RUN
+from outer import OVER_NODES
 from pipeline import OVER_STAGES
 from planted import Mutation, Program, Pytest, draw, gtest, ranks
 from saves import OF_CHECKPOINTS
@@ -568,4 +569,4 @@ MUTATIONS = [
     ),
 ]
 MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE + OVER_TENSOR_RANKS + OVER_STAGES
-MUTATIONS += OF_A_RUN + OVER_WIRES
+MUTATIONS += OF_A_RUN + OVER_WIRES + OVER_NODES

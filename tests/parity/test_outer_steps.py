@@ -388,6 +388,26 @@ def test_nodes_of_model_ranks(case, pools):
             assert distance(seen[step], own[step]) < 2e-5, f"rank {rank}, step {step + 1}"
 
 
+def later_writes(settings: dict[str, Any]) -> Any:
+    """Weights that are written after an outer step, and those after the next one."""
+    engine = start(settings)
+    for step in range(EVERY):
+        step_of(engine, step)
+    with engine.gathered(write=True):
+        for param in engine.module.parameters():
+            param.data.fill_(0.25)
+    for step in range(EVERY, 2 * EVERY):
+        step_of(engine, step)
+    found = gathered(engine)
+    engine.close()
+    return found
+
+
+def test_later_writes_are_part_of_the_anchors(pools):
+    for found in pools(4).run(later_writes, settings_of("zero2", 2)):
+        assert all(float((one - 0.25).abs().max()) < 0.2 for one in found.values())
+
+
 # ---- errors
 
 
