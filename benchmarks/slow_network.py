@@ -12,7 +12,8 @@ difference to the first trainer's.
 "DDP fp16" is torch's DistributedDataParallel with fp16_compress_hook (bf16's needs a GPU), and
 "PowerSGD" with powerSGD_hook of rank 4 after two exact steps. The others are Penstock's: a
 strategy, and the wires of gradients (g) and parameters (p) or a value of comm.codec, with one exact
-step first.
+step first. With the codec "local", a timed step is the mean over the `--every` steps from one outer
+step to the next; `--alike` makes the same number of steps with every trainer, to compare losses.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import penstock
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 from gpt import GPT, Block, GPTConfig  # noqa: E402
 
-LR, PORT, BRIDGE = 1e-4, 29431, "pst-slow"
+PORT, BRIDGE = 29431, "pst-slow"
 # Strategy, and its wires or its codec.
 OURS: dict[str, tuple[str, dict[str, str] | str]] = {
     "ddp": ("ddp", {}),
@@ -56,6 +57,9 @@ OURS: dict[str, tuple[str, dict[str, str] | str]] = {
     "hpz": ("hpz", {}),
     "hpz g p int8": ("hpz", {"grad": "node:int8", "param": "node:int8"}),
     "hpz zero++": ("hpz", "zero++"),
+    "ddp local": ("ddp", "local"),
+    "zero1 local": ("zero1", "local"),
+    "zero3 local": ("zero3", "local"),
 }
 PEERS = ("DDP fp16", "PowerSGD")
 Step = Callable[[torch.Tensor], float]
@@ -74,6 +78,10 @@ def parse_options() -> argparse.Namespace:
     add("--precision", default="fp32", choices=("fp32", "bf16"), help="bf16 may be slow on CPUs")
     add("--rounds", type=int, default=3)
     add("--steps", type=int, default=2, help="timed steps per trainer and round")
+    add("--every", type=int, default=32, help="steps from one outer step to the next")
+    add("--alike", action="store_true", help="the same number of steps with every trainer")
+    add("--lr", type=float, default=1e-4)
+    add("--seed", type=int, default=0, help="of weights and samples")
     add("--trainers", nargs="+", default=["ddp", "ddp g int8", "zero1", "DDP fp16"])
     add("--json", help="file for all figures")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -89,21 +97,23 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_model(options: argparse.Namespace) -> GPT:
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     heads = options.width // 64
     return GPT(GPTConfig(options.layers, options.width, heads, context=options.context))
 
 
 def penstock_step(options: argparse.Namespace, strategy: str, wires: dict[str, str] | str) -> Step:
     comm: dict[str, Any] = {"backend": "gloo"}  # namespaces share their memory
-    if isinstance(wires, str):
+    if wires == "local":
+        comm |= {"codec": wires, "outer_every": options.every}
+    elif isinstance(wires, str):
         comm |= {"codec": wires, "exact_first": 1}
     engine = penstock.initialize(
         make_model(options),
         {
             "strategy": strategy,
             "precision": options.precision,
-            "optimizer": {"type": "AdamW", "lr": LR},
+            "optimizer": {"type": "AdamW", "lr": options.lr},
             "clip": 1.0,
             "mesh": {"node": options.nodes},
             "units": {"modules": [Block.__name__]},
@@ -129,7 +139,7 @@ def ddp_step(options: argparse.Namespace, name: str) -> Step:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    adam = torch.optim.AdamW(ddp.parameters(), lr=LR, fused=True)
+    adam = torch.optim.AdamW(ddp.parameters(), lr=options.lr, fused=True)
 
     def step(tokens: torch.Tensor) -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
@@ -160,20 +170,32 @@ class Run:
         else:
             self._step = ddp_step(options, name)
         self.losses: list[float] = []
-        self.bytes: list[int] = []
+        self.bytes: list[float] = []
+        # Of one timed step.
+        self.repeats = options.every if name.endswith(" local") and not options.alike else 1
 
     def step(self) -> None:
+        before = sent_bytes()
+        for _ in range(self.repeats):
+            self._one()
+        self.bytes.append((sent_bytes() - before) / self.repeats)
+
+    def _one(self) -> None:
         options, rank = self._options, dist.get_rank()
-        draw = torch.Generator().manual_seed(len(self.losses) * dist.get_world_size() + rank)
+        number = options.seed * 1_000_000 + len(self.losses)
+        draw = torch.Generator().manual_seed(number * dist.get_world_size() + rank)
         starts = torch.randint(
             len(self._data) - options.context - 1, (options.batch,), generator=draw
         )
         tokens = torch.stack([self._data[at : at + options.context + 1] for at in starts])
-        before = sent_bytes()
-        loss = torch.tensor(self._step(tokens))
-        dist.all_reduce(loss)
-        self.bytes.append(sent_bytes() - before)
-        self.losses.append(float(loss) / dist.get_world_size())
+        self.losses.append(self._step(tokens))
+
+
+def mean_of(losses: list[float]) -> list[float]:
+    """Over ranks. Trainers do not wait for this while they run."""
+    values = torch.tensor(losses)
+    dist.all_reduce(values)
+    return (values / dist.get_world_size()).tolist()
 
 
 def sent_bytes() -> int:
@@ -187,9 +209,11 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
     runs = {name: Run(name, options, data) for name in options.trainers}
     actions = {name: run.step for name, run in runs.items()}
     seconds = interleave(actions, options.rounds, options.steps)
+    for name, run in runs.items():
+        seconds[name] = [one / run.repeats for one in seconds[name]]
     return {
         "seconds": seconds,
-        "losses": {name: run.losses for name, run in runs.items()},
+        "losses": {name: mean_of(run.losses) for name, run in runs.items()},
         "bytes": {name: run.bytes for name, run in runs.items()},
         "parameters": sum(p.numel() for p in make_model(options).parameters()),
     }
@@ -283,10 +307,12 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> None:
         losses = figures["losses"]
         last = max(1, len(losses[name]) // 3)
         mean, other = (statistics.mean(losses[one][-last:]) for one in (name, first))
+        gap = f"gap {100 * (mean / other - 1):+.2f} %"
+        alike = len(losses[name]) == len(losses[first])
         print(
             f"{name:>16}  {statistics.median(seconds):7.3f} s  {times:5.2f} x {first}  "
             f"{sent / 1e6:8.1f} MB  {sent / size:5.2f} B/parameter  "
-            f"loss {mean:.4f}  gap {100 * (mean / other - 1):+.2f} %"
+            f"loss {mean:.4f}  {gap if alike else 'other number of steps'}"
         )
 
 

@@ -87,6 +87,12 @@ void TurnLog::raised(const std::string& error, bool owes) {
   turns_.back().owes |= owes;
 }
 
+void TurnLog::went_on() {
+  const std::lock_guard lock(mutex_);
+  turns_.back().raised.clear();
+  turns_.back().owes = false;
+}
+
 Standing TurnLog::standing(int rank) const {
   const std::lock_guard lock(mutex_);
   return {rank, begun_, turns_, "", 0, 0, ""};

@@ -50,6 +50,8 @@ class TurnLog {
   void begin(Turn turn);
   // Keeps the first error of the current turn.
   void raised(const std::string& error, bool owes);
+  // Forgets this error: its caller caught it and goes on with the turn.
+  void went_on();
   Standing standing(int rank) const;
 
  private:

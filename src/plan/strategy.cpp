@@ -161,6 +161,38 @@ std::string codec_refusal(const Config& config, const ModelDesc& model) {
                 "the codec \"int8\"");
 }
 
+void check_outer_steps(const Config& config, const Table& table, bool external_optimizer) {
+  if (!trains_locally(config)) return;
+  const auto refuse = [](const std::string& setting, const std::string& why) {
+    throw ConfigError(
+        concat("[plan::check_outer_steps] \"comm.codec\" is \"local\" and ", setting, ", ", why));
+  };
+  if (external_optimizer) {
+    refuse("the optimizer is your own",
+           "which has state that outer steps do not know. Use an optimizer of the config");
+  }
+  if (config.nonfinite == "skip") {
+    refuse("\"nonfinite\" is \"skip\"", "but nodes would skip different steps. Use \"error\"");
+  }
+  if (!config.checkpoint.signals.empty()) {
+    refuse("\"checkpoint.signals\" is set",
+           "but nodes would see a signal in different steps. Save after outer steps instead");
+  }
+  const Mesh mesh = mesh_of(config);
+  const Table seen = table.on(mesh);
+  const Placement& rest = seen.at(Role::kOptim, Phase::kRest);
+  if (rest.layout != seen.at(Role::kOptim, Phase::kUpdate).layout) {
+    refuse("the cells optim.rest and optim.update have different layouts",
+           "but outer steps need masters that rest where they are updated. Use the same layout");
+  }
+  if (num_shards(rest, mesh) < mesh.data()) {
+    refuse(concat("strategy \"", config.strategy, "\" keeps equal masters on the ", mesh.data(),
+                  " data ranks of a node"),
+           "which would all send them to the other nodes. Use \"zero1\" or another strategy that "
+           "shards the optimizer's state over all of them");
+  }
+}
+
 bool is_exact_step(const CommConfig& comm, int64_t step) {
   return step <= comm.exact_first || (comm.exact_every > 0 && step % comm.exact_every == 0);
 }

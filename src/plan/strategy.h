@@ -54,6 +54,8 @@ Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config)
 Table table_of(const Config& config, const ModelDesc& model);
 // Returns why comm.codec cannot run with this strategy; empty if it can.
 std::string codec_refusal(const Config& config, const ModelDesc& model);
+// Throws ConfigError if the config asks for outer steps and another setting excludes them.
+void check_outer_steps(const Config& config, const Table& table, bool external_optimizer);
 // Returns whether step `step` (from 1) has plain wires (comm.exact_first, comm.exact_every).
 bool is_exact_step(const CommConfig& comm, int64_t step);
 bool has_exact_steps(const CommConfig& comm);

@@ -11,6 +11,10 @@ def outer(tests: str) -> Pytest:
     return Pytest(("tests/parity/test_outer_steps.py", "-k", tests))
 
 
+def errors(tests: str) -> Pytest:
+    return Pytest(("tests/parity/test_outer_errors.py", "-k", tests))
+
+
 WEIGHTS = outer("those_of_plain and zero2")
 
 OVER_NODES = [
@@ -24,9 +28,30 @@ OVER_NODES = [
     Mutation(
         "what users write after an outer step is not part of the anchors",
         OUTER,
-        "  since_ = 0;\n  anchored_ = false;\n}\n\nvoid OuterStep::failed",
-        "  since_ = 0;\n}\n\nvoid OuterStep::failed",
+        "  if (since_ > 0) return;\n",
+        "  static bool once = false;\n  if (std::exchange(once, true)) return;\n",
         outer("later_writes"),
+    ),
+    Mutation(
+        "each node starts with the weights of its own first rank",
+        "src/engine/model/adoption.cpp",
+        "if (between_nodes_ && rank_ == 0) between_nodes_(label, values.data_ptr(), bytes);",
+        "",
+        WEIGHTS,
+    ),
+    Mutation(
+        "nodes do not compare the weights before an outer step",
+        OUTER,
+        "  compare_anchors();\n",
+        "",
+        errors("different_weights"),
+    ),
+    Mutation(
+        "a caught error stays with a node",
+        "src/engine/step/core_state.cpp",
+        "if (outer) outer->went_on();",
+        "",
+        errors("is_caught"),
     ),
     Mutation(
         "an outer step does not wait for the publish before it",
@@ -45,15 +70,15 @@ OVER_NODES = [
     Mutation(
         "a save between outer steps saves one node's weights",
         "src/engine/model/checkpoints.cpp",
-        "if (state.outer && state.outer->steps_since() > 0) {",
-        "if (false) {",
+        "const int64_t left = state.outer ? state.outer->steps_left() : 0; left > 0",
+        "const int64_t left = 0; left > 0",
         outer("between_outer_steps"),
     ),
     Mutation(
         "a node that failed lets others wait for the timeout",
         "src/engine/step/core_state.cpp",
-        "if (outer) outer->failed(left);",
+        "if (outer) outer->failed(left, driver->owes());",
         "",
-        outer("dies"),
+        errors("dies"),
     ),
 ]

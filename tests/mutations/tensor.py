@@ -186,9 +186,7 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "ranks begin with weights of their own",
         "src/engine/model/adoption.cpp",
-        """  executor_.broadcast(concat(label, " ", slot.name), whole.data_ptr(),
-                      static_cast<int64_t>(whole.nbytes()));
-""",
+        '  broadcast(concat(label, " ", slot.name), whole);\n',
         "  static_cast<void>(label);\n",
         life("evaluates"),
     ),

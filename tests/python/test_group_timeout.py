@@ -132,9 +132,9 @@ def test_sharded_construction_waits_as_long(given, expected, monkeypatch):
     made = []
 
     class Told(ranks.Ranks):
-        def __init__(self, timeout_s, *others):
-            made.append(timeout_s)
-            super().__init__(timeout_s, *others)
+        def __init__(self, waits, *others):
+            made.append(waits.timeout_s)
+            super().__init__(waits, *others)
 
     monkeypatch.setattr(ranks, "Ranks", Told)
     with default_group(HOURS):

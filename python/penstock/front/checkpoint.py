@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, _penstock
-from penstock.front import export, generators, module_tree, ranks, save_signals
+from penstock.front import export, generators, module_tree, save_signals
 from penstock.front.json_values import decode, decode_scalar, encode, encode_scalar
 from penstock.front.model_state import extra_states
 from penstock.front.optimizer import ShardStep
@@ -235,7 +235,8 @@ def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any
         ],
     }
     generator = torch.get_rng_state()
-    tensors = [_Tensor("rng", "torch", list(generator.shape), 0, ranks.rank(), generator)]
+    own = engine._ranks.group.rank
+    tensors = [_Tensor("rng", "torch", list(generator.shape), 0, own, generator)]
     tensors += [_buffer(name, value) for name, value in _buffers(engine.module)]
     if engine._external is not None:
         pieces, of_rank["own"] = _own_state(engine.optimizer, engine._external)
@@ -294,7 +295,7 @@ class _Taken:
             self._say_it_stays("registered objects")
         # Tensor ranks draw the same numbers, so they all load the first tensor rank's generator.
         tensor = engine.config.mesh.tensor
-        self._place = ranks.rank() // tensor * tensor
+        self._place = engine._ranks.group.rank // tensor * tensor
         self._rank = min(self._place, found.world - 1)
         self._generator: torch.Tensor | None = None
         if any(one.role == "rng" for one in found.tensors):
@@ -309,7 +310,8 @@ class _Taken:
     def _take_objects(self) -> None:
         registered = self._engine._registered
         self._objects = [
-            (one, _object_state(self._of_ranks, i, one)) for i, one in enumerate(registered)
+            (one, _object_state(self._of_ranks, i, one, self._engine._ranks.group))
+            for i, one in enumerate(registered)
         ]
         saved = len(self._of_ranks[0].get("objects", []))
         if saved != len(self._objects):
@@ -504,7 +506,7 @@ def _check_scheduler(engine: Any, saved: dict[str, Any] | None) -> None:
         )
 
 
-def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any) -> Any:
+def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any, group: Any) -> Any:
     states = [rank.get("objects", [])[index : index + 1] for rank in of_ranks]
     kind = type(one).__name__
     if not states[0] or states[0][0][0] != kind:
@@ -513,12 +515,12 @@ def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any) -> Any:
             f"[front::load] registered object {index} is {there} in the checkpoint and {kind} "
             f"here. Register the same objects in the same order"
         )
-    if len(of_ranks) == ranks.world():
-        return _checked(one, decode(states[ranks.rank()][0][1]))
+    if len(of_ranks) == group.size:
+        return _checked(one, decode(states[group.rank][0][1]))
     if any(state != states[0] for state in states):
         raise ConfigError(
             f"[front::load] registered object {index} ({kind}) has different states on the "
-            f"{len(of_ranks)} ranks that saved it, but there are {ranks.world()} ranks now. Start "
+            f"{len(of_ranks)} ranks that saved it, but there are {group.size} ranks now. Start "
             f"{len(of_ranks)} ranks, or call load(..., weights_only=True)"
         )
     return _checked(one, decode(states[0][0][1]))

@@ -168,6 +168,8 @@ def export_hf(
         raise ConfigError(
             f"[front::export_hf] max_shard_bytes is {max_shard_bytes}. Allowed: 1 or more"
         )
+    if not engine._ranks.on_first_node():
+        return
     engine._pipeline.bring_buffers()
     buffers = dict(engine._persistent_buffers())
     whole = dict(engine._core.values.shapes())

@@ -136,7 +136,7 @@ class Ranks:
             self.group.set_device_groups(made_by)
         if across:
             # Nodes meet in host memory.
-            self.nodes = self._connect(across, transport, None)
+            self.nodes = self._connect(across, "gloo" if transport == "gloo" else "auto", None)
 
     def _connect(self, members: list[int], transport: str, back_end: str | None) -> Any:
         """Connects these ranks, which all call this in the same order."""
@@ -165,6 +165,10 @@ class Ranks:
     def core(self, tree: Any, config: Any, external_optimizer: bool) -> Any:
         """Makes the core of an engine over these ranks."""
         return _penstock.Core(tree, config, self.group, external_optimizer, self.nodes)
+
+    def on_first_node(self) -> bool:
+        """Whether this rank is on the node that writes files. True if there are no nodes."""
+        return self.nodes is None or bool(self.nodes.rank == 0)
 
     def close(self) -> None:
         """Destroys the process groups, without waiting for other ranks."""

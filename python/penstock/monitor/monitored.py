@@ -59,6 +59,7 @@ class Monitored:
     _sinks: Sinks[Row]
     _step_events: StepEvents
     _timelines: Timelines
+    _ranks: Any
 
     def _watch(self) -> None:
         """Creates sinks, step events and timelines. `_core` must exist."""
@@ -132,7 +133,8 @@ class Monitored:
         if steps is not None:
             if isinstance(steps, bool) or not isinstance(steps, int):
                 raise ConfigError(f"[front::trace] steps is {steps!r}; allowed: a whole number")
-            self._timelines.ask(str(path), steps, profiler)
+            if self._ranks.on_first_node():
+                self._timelines.ask(str(path), steps, profiler)
             return
         if profiler:
             raise ConfigError(

@@ -229,6 +229,13 @@ std::string Adoption::narrow_flats() {
   return all;
 }
 
+// [all ranks] Overwrites the values with those of rank 0 (of the first node).
+void Adoption::broadcast(const std::string& label, const at::Tensor& values) {
+  const auto bytes = static_cast<int64_t>(values.nbytes());
+  if (between_nodes_ && rank_ == 0) between_nodes_(label, values.data_ptr(), bytes);
+  executor_.broadcast(label, values.data_ptr(), bytes);
+}
+
 // [all ranks] Returns rank 0's values of the flat, in fp32, and gives the parameters their windows.
 // If all values are in files, there is no broadcast, and each rank reads only the values that it
 // keeps. A cut parameter is broadcast whole, and each rank takes its part.
@@ -260,7 +267,7 @@ at::Tensor Adoption::take_values(const exec::Part& part, const std::string& labe
   }
   if (!cut && !read) {  // cut parameters were broadcast one by one
     at::Tensor sent = narrow ? full.to(device::scalar_type(flat.dtype)) : full;
-    executor_.broadcast(label, sent.data_ptr(), static_cast<int64_t>(sent.nbytes()));
+    broadcast(label, sent);
     if (narrow) full.copy_(sent);
   }
   return full;
@@ -270,8 +277,7 @@ at::Tensor Adoption::take_values(const exec::Part& part, const std::string& labe
 at::Tensor Adoption::cut_values(const exec::Slot& slot, const at::Tensor& initial,
                                 const std::string& label) {
   const at::Tensor whole = initial.to(at::kCPU, at::kFloat).clone(at::MemoryFormat::Contiguous);
-  executor_.broadcast(concat(label, " ", slot.name), whole.data_ptr(),
-                      static_cast<int64_t>(whole.nbytes()));
+  broadcast(concat(label, " ", slot.name), whole);
   return executor_.values().part_of(slot, whole);
 }
 
@@ -280,8 +286,7 @@ void Adoption::take_buffers(const ModelTree& tree, const Config& config) {
   for (size_t i = 0; i < tree.buffers.size(); ++i) {
     const at::Tensor& own = tree.buffers[i].buffer;
     at::Tensor buffer = own.cpu().contiguous();
-    executor_.broadcast(concat("buffer ", i), buffer.data_ptr(),
-                        static_cast<int64_t>(buffer.nbytes()));
+    broadcast(concat("buffer ", i), buffer);
     const at::ScalarType dtype = buffer_dtype(config, tree, tree.buffers[i]);
     const c10::Device where = tree.device.value_or(own.device());
     if (where == own.device() && !buffer.is_same(own)) own.copy_(buffer);

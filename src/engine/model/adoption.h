@@ -1,6 +1,7 @@
 #pragma once
 // Adoption: moves a model's parameters into the executor's flats and makes each parameter a window
 // ([Note: Windows]). If commit() is not called, the adoption is undone.
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,7 +29,11 @@ void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dt
 // parameter then raises an error.
 class Adoption {
  public:
-  Adoption(exec::Executor& executor, mem::Tiers& tiers) : executor_(executor), tiers_(tiers) {}
+  // If nodes train on their own, `between_nodes` broadcasts the first node's values to the first
+  // ranks of the other nodes. Only these ranks call it.
+  using Broadcast = std::function<void(const std::string& label, void* data, int64_t bytes)>;
+  Adoption(exec::Executor& executor, mem::Tiers& tiers, int rank, Broadcast between_nodes)
+      : executor_(executor), tiers_(tiers), rank_(rank), between_nodes_(std::move(between_nodes)) {}
   ~Adoption();
   Adoption(const Adoption&) = delete;
   Adoption& operator=(const Adoption&) = delete;
@@ -52,9 +57,12 @@ class Adoption {
   at::Tensor cut_values(const exec::Slot& slot, const at::Tensor& initial,
                         const std::string& label);
   void take_buffers(const ModelTree& tree, const Config& config);
+  void broadcast(const std::string& label, const at::Tensor& values);
 
   exec::Executor& executor_;
   mem::Tiers& tiers_;
+  const int rank_;
+  const Broadcast between_nodes_;
   std::vector<std::pair<at::Tensor, at::Tensor>> cast_;  // buffers and their former tensors
   bool committed_ = false;
 };

@@ -142,7 +142,6 @@ struct Core::State::Checkpointing {
   Json about() const;
   void restore(const ckpt::Manifest& manifest) const;
   engine::FlatParts flat_state(const ckpt::Manifest* from = nullptr) const;
-  void say_lost(const std::string& path, const ckpt::Manifest& manifest) const;
   void check_asked(const std::string& path, const std::string& tag,
                    const SaveOptions& options) const;
   std::string save(const std::string& path, const SaveOptions& options);
@@ -155,13 +154,6 @@ engine::FlatParts Core::State::Checkpointing::flat_state(const ckpt::Manifest* f
   engine::FlatParts parts = from == nullptr ? residuals().parts() : residuals().to_fill(*from);
   if (state.outer) std::ranges::move(state.outer->momenta(), std::back_inserter(parts));
   return parts;
-}
-
-void Core::State::Checkpointing::say_lost(const std::string& path,
-                                          const ckpt::Manifest& manifest) const {
-  if (residuals().loses(manifest)) engine::say_lost(path, engine::kLostResiduals);
-  const bool momenta = engine::has_role(manifest, engine::kOuterRole);
-  if (momenta && !state.outer) engine::say_lost(path, engine::kLostMomenta);
 }
 
 std::vector<std::string> Core::State::Checkpointing::share(const std::string& label,
@@ -183,11 +175,11 @@ std::string Core::State::Checkpointing::refusal(bool in_window) const {
         " backwards would be lost. Save after step() (force=True closes a window early), "
         "drop the gradients with zero_grad(), or pass in_window=True to save without them");
   }
-  if (state.outer && state.outer->steps_since() > 0) {
+  if (const int64_t left = state.outer ? state.outer->steps_left() : 0; left > 0) {
     return concat(
         "[engine::save] save() was called between outer steps, when each node has its own "
-        "weights. Save after a step whose number is a multiple of ",
-        state.config.comm.outer_every, " (comm.outer_every)");
+        "weights. Save after the next outer step, in step ",
+        state.steps + left);
   }
   if (std::any_of(state.progress.begin(), state.progress.end(),
                   [](const auto& unit) { return unit.written > 0; })) {
@@ -427,7 +419,8 @@ struct Core::State::Checkpointing::Load {
     if (!first.empty()) return first;
     if (options.optimizer) {
       residuals.take(parts);
-      if (rank == 0) shared.say_lost(chosen.path, chosen.manifest);
+      if (rank == 0)
+        engine::say_lost(chosen.path, chosen.manifest, residuals.used(), state.outer.has_value());
       shared.restore(chosen.manifest);
     }
     state.unloaded.clear();
@@ -531,6 +524,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
 }
 
 std::string Checkpoints::save(const std::string& path, const SaveOptions& options) {
+  state_->check_open("save");
   const auto save = [&] {
     const std::string made = Core::State::Checkpointing{*state_}.save(path, options);
     if (options.wait) wait();
@@ -571,7 +565,8 @@ FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& op
   if (!before.empty()) state_->save_failure = before;
   const Core::State::Checkpointing shared{*state_};
   const auto load = [&] { return Core::State::Checkpointing::Load{shared, path, options}.run(); };
-  return state_->outer ? state_->outer->alike("load", load) : load();
+  if (!state_->outer) return load();
+  return state_->outer->alike({load, [&] { return state_->steps; }}, &state_->unloaded);
 }
 
 void Checkpoints::taken(const std::string& problem) {

@@ -61,9 +61,19 @@ std::vector<ckpt::Extra> to_read(const FlatParts& parts, const ckpt::Manifest& m
   return extras;
 }
 
-void say_lost(const std::string& path, const char* what) {
-  std::fprintf(stderr, "penstock: checkpoint \"%s\" has %s, so they are lost\n", path.c_str(),
-               what);
+void say_lost(const std::string& path, const ckpt::Manifest& manifest, bool keeps_residuals,
+              bool makes_outer_steps) {
+  const auto say = [&](const char* what) {
+    std::fprintf(stderr, "penstock: checkpoint \"%s\" has %s, so they are lost\n", path.c_str(),
+                 what);
+  };
+  if (!keeps_residuals && has_role(manifest, kResidualRole)) {
+    say("residuals (rounding errors that a later sum of gradients adds), and this run has no "
+        "table.residual.rest");
+  }
+  if (!makes_outer_steps && has_role(manifest, kOuterRole)) {
+    say("momenta of outer steps, and this run makes none");
+  }
 }
 
 bool has_role(const ckpt::Manifest& manifest, const std::string& role) {

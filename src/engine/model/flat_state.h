@@ -31,12 +31,11 @@ void add_saved(const FlatParts& parts, const Mesh& mesh, int rank, const ckpt::G
 // Returns the pieces of the parts that the checkpoint has. They share memory with the parts.
 std::vector<ckpt::Extra> to_read(const FlatParts& parts, const ckpt::Manifest& manifest,
                                  const ckpt::GlobalOf& names);
-// Tells that this run has no use for a part of the checkpoint: `what` is one of the texts below.
-void say_lost(const std::string& path, const char* what);
-inline constexpr const char* kLostResiduals =
-    "residuals (rounding errors that a later sum of gradients adds), and this run has no "
-    "table.residual.rest";
-inline constexpr const char* kLostMomenta = "momenta of outer steps, and this run makes none";
+// Tells which parts of the checkpoint this run has no use for.
+void say_lost(const std::string& path, const ckpt::Manifest& manifest, bool keeps_residuals,
+              bool makes_outer_steps);
+inline constexpr const char* kResidualRole = "residual";  // of tensors in checkpoints
+inline constexpr const char* kOuterRole = "outer";        // momenta of outer steps
 bool has_role(const ckpt::Manifest& manifest, const std::string& role);
 
 }  // namespace penstock::engine

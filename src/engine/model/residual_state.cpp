@@ -73,9 +73,7 @@ FlatParts ResidualState::to_fill(const ckpt::Manifest& manifest) const {
   return found;
 }
 
-bool ResidualState::loses(const ckpt::Manifest& manifest) const {
-  return has_role(manifest, kResidualRole) && !executor_.values().residuals().used();
-}
+bool ResidualState::used() const { return executor_.values().residuals().used(); }
 
 void ResidualState::take(const FlatParts& parts) const {
   for (exec::UnitState& unit : executor_.units()) {

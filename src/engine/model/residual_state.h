@@ -13,8 +13,6 @@
 
 namespace penstock::engine {
 
-inline constexpr const char* kResidualRole = "residual";  // of tensors in checkpoints
-
 // Returns the divisor of the gradient sums of a full window, without the loss scale.
 double residual_divisor(const Config& config);
 
@@ -34,8 +32,7 @@ class ResidualState {
   // Replaces all residuals by the residuals among these parts. A residual without a part becomes
   // zero.
   void take(const FlatParts& parts) const;
-  // Returns whether the checkpoint has residuals that this run cannot use.
-  bool loses(const ckpt::Manifest& manifest) const;
+  bool used() const;  // whether this run keeps residuals
 
  private:
   std::vector<std::pair<int, exec::Flat*>> flats() const;

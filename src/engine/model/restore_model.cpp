@@ -253,12 +253,12 @@ std::string Core::State::close(bool gather, const std::string& why) {
   for (size_t unit = 0; unit < executor->units().size(); ++unit) {
     closing.give_back(static_cast<int>(unit));
   }
+  if (outer) outer->close(gather && first.empty(), first.empty() ? why : first);
   tiers.close_disk();
   executor->traffic().forget();
   tiers.device.trim();
   tiers.host.trim();
   model_ranks.close();
-  if (outer) outer->close(gather && first.empty(), first.empty() ? why : first);
   group->close();
   // A user may keep a closed engine. It needs no threads, and only the last events of the recorder.
   closing.drained(true);

@@ -99,21 +99,61 @@ void meet(Board* board, const std::vector<engine::AvailableMemory>& by_rank) {
   board->meet(run, join(roster, "\n"));
 }
 
-// [all ranks] Compares models and configs, and shares the memory that each rank found.
-Room agree(const Config& config, Group& group, const ModelTree& tree, const std::string& print) {
+// Only the first node writes about the run.
+void be_silent(Config* config) {
+  config->monitor.path.clear();
+  config->monitor.console = "none";
+}
+
+// Shares a text among all ranks of the group.
+std::vector<std::string> share_with(Group& group, const std::string& label,
+                                    const std::string& text) {
   comm::Channel channel(group, "start");
   comm::Members all{{}, group.rank()};
   for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
+  return engine::share_text(label, text, [&](const std::string& what, const std::string& payload) {
+    return channel.share(what, all, payload);
+  });
+}
+
+// The group of an engine, and that of the nodes if nodes train on their own; else null.
+struct RanksOfRun {
+  Group* group = nullptr;
+  Group* nodes = nullptr;
+};
+
+// [all ranks of all nodes] Compares the nodes' texts, and appends the memory of other nodes' ranks.
+void agree_with_nodes(Group& nodes, const std::string& text,
+                      std::vector<engine::AvailableMemory>* by_rank) {
+  std::string own;
+  for (const engine::AvailableMemory& one : *by_rank) own += one.text() + "\n";
+  const std::vector<std::string> all = share_with(nodes, "memory of nodes", own);
+  for (size_t node = 0; node < all.size(); ++node) {
+    if (node == static_cast<size_t>(nodes.rank())) continue;
+    for (const std::string& line : split(all[node], '\n')) {
+      if (!line.empty()) by_rank->push_back(engine::AvailableMemory::parse(line));
+    }
+  }
+  const std::string difference =
+      engine::first_difference(share_with(nodes, "model and config of nodes", text));
+  if (difference.empty()) return;
+  throw RuntimeFault(
+      concat("[engine::initialize] the nodes have different models or configs (a rank here is the "
+             "number of a node): ",
+             difference));
+}
+
+// [all ranks] Compares models and configs, and shares the memory that each rank found.
+Room agree(const Config& config, const RanksOfRun& ranks, const ModelTree& tree,
+           const std::string& print) {
+  Group& group = *ranks.group;
   const engine::AvailableMemory mine = engine::find_room(config, tree);
   // The text omits the device index, which may differ between ranks.
   const std::string device =
       concat("parameters on ", c10::DeviceTypeName(engine::device_of(tree).type()),
              ", collectives on the ", group.device_groups() ? "device" : "host", "\n");
-  std::vector<std::string> texts = engine::share_text(
-      "model and config", concat(mine.text(), "\n", device, config.lines(), print),
-      [&](const std::string& label, const std::string& payload) {
-        return channel.share(label, all, payload);
-      });
+  std::vector<std::string> texts = share_with(
+      group, "model and config", concat(mine.text(), "\n", device, config.lines(), print));
   std::vector<engine::AvailableMemory> by_rank;
   for (std::string& text : texts) {
     const size_t line = text.find('\n');
@@ -122,9 +162,12 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
   }
   meet(group.board(), by_rank);
   const std::string difference = engine::first_difference(texts);
-  if (difference.empty()) return engine::room_of(config.memory, by_rank);
-  throw RuntimeFault(
-      concat("[engine::initialize] the ranks have different models or configs: ", difference));
+  if (!difference.empty()) {
+    throw RuntimeFault(
+        concat("[engine::initialize] the ranks have different models or configs: ", difference));
+  }
+  if (ranks.nodes != nullptr) agree_with_nodes(*ranks.nodes, texts.front(), &by_rank);
+  return engine::room_of(config.memory, by_rank);
 }
 
 // To a user's optimizer, the shards of this rank's part would look like shards of the full tensor.
@@ -198,15 +241,6 @@ void connect(engine::ModelRanks& ranks, const Config& config, const std::shared_
   }
 }
 
-// Resolves the config for the ranks of all nodes. Only the first node writes about the run.
-void resolve(const Group& group, const Group* nodes, Config* config) {
-  const bool local = trains_locally(*config) && nodes != nullptr;
-  config->resolve(group.size() * (local ? nodes->size() : 1));
-  if (!local || nodes->rank() == 0) return;
-  config->monitor.path.clear();
-  config->monitor.console = "none";
-}
-
 void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
   tiers.device.set_budget(std::move(budgets.device));
   tiers.host.set_budget(std::move(budgets.host));
@@ -221,20 +255,23 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
       group(std::move(ranks)),
       tiers(checked_device(tree), settings.monitor.events),
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
-  resolve(*group, nodes.get(), &config);
+  const bool local = trains_locally(config) && nodes != nullptr;
+  config.resolve(group->size() * (local ? nodes->size() : 1));
   check_memory(tree);
   engine::Blueprint blueprint = engine::draw(tree, config, group->rank());
   check_optimizer(config, external_optimizer);
   engine::foresee(blueprint);
   for (const engine::UnitSpec& spec : blueprint.specs) unit_modules.push_back(spec.module);
   for (const exec::UnitState& unit : blueprint.units) unit_names.push_back(unit.name);
-  const Room room = agree(config, *group, tree, blueprint.print);
+  const Room room = agree(config, {group.get(), nodes.get()}, tree, blueprint.print);
+  if (local && nodes->rank() > 0) be_silent(&blueprint.config);
   engine::check_stages(tree, config, room, external_optimizer);
   choice = engine::choose_tiers(blueprint, room, external_optimizer);
   if (group->rank() == 0) std::fputs(choice.c_str(), stderr);
   set_budgets(tiers, engine::budgets_of(blueprint, room, external_optimizer));
   const Table table = engine::settle(blueprint);
-  engine::check_outer(blueprint.config, nodes.get(), table, external_optimizer);
+  engine::check_outer(blueprint.config, nodes.get(), loss_scale.needs_scaling());
+  check_outer_steps(blueprint.config, table, external_optimizer);
   config = std::move(blueprint.config);
   model = std::move(blueprint.model);
   resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
@@ -246,8 +283,10 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
   unit_events = moves_params || table.moves_activations();
   if (!tiers.computes.is_host()) stream = tiers.computes.current();
-  engine::Adoption adoption(*executor, tiers);
+  if (local) outer.emplace(std::move(nodes), config.comm, *executor, tiers, group->rank());
+  engine::Adoption adoption(*executor, tiers, group->rank(), outer ? outer->broadcasts() : nullptr);
   adoption.claim(config, model, external_optimizer);
+  if (outer) outer->claim();
   adoption.take(blueprint.split.tree, config, tiled->all());
   tiled->let_wholes_go();
   order.emplace(
@@ -266,9 +305,6 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   progress.assign(executor->units().size(), {});
   Planning{*this}.make();
   border.emplace(*executor, *tiled);
-  if (trains_locally(config)) {
-    outer.emplace(std::move(nodes), config.comm, *executor, tiers, group->rank());
-  }
   adoption.commit();
   Observer{*this}.begin();
   show(group->board(), "the caller's code, after initialize");

@@ -133,6 +133,7 @@ void Core::State::forward_begin(bool grad_enabled) {
   }
   BackwardEnd{*this}.after_error("forward", true);
   faulted = false;
+  if (outer) outer->went_on();
   if (grad_enabled && moves_params) {
     engine::go_on(*executor, *window, *driver, exec::Norm::Next::kForward,
                   [this] { drop_gradients(); });
@@ -252,7 +253,7 @@ void Core::State::failed(const char* what, const std::string& error) {
   const std::string left =
       concat("left its ", what, " of step ", steps + 1, " because of an error: ", error);
   leave_turn(group->board(), left, driver->owes());
-  if (outer) outer->failed(left);
+  if (outer) outer->failed(left, driver->owes());
   Observer{*this}.dump(what);
 }
 

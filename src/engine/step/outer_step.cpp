@@ -1,8 +1,10 @@
 #include "src/engine/step/outer_step.h"
 
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -10,7 +12,9 @@
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/ckpt/checksum.h"
 #include "src/device/kernels.h"
+#include "src/engine/step/window_agreement.h"
 #include "src/exec/walk.h"
 #include "src/plan/strategy.h"
 
@@ -18,7 +22,6 @@ namespace penstock::engine {
 
 namespace {
 
-constexpr const char* kTurn = "outer step";
 constexpr int64_t kAlign = 512;  // elements of each node's part of an exchange are a multiple of it
 
 Members everyone(const Group& group) {
@@ -47,51 +50,19 @@ int64_t padded(int64_t numel, int num_nodes) {
   return (numel + step - 1) / step * step;
 }
 
-[[noreturn]] void refuse_beside(const std::string& key, const std::string& why) {
-  throw ConfigError(
-      concat("[engine::initialize] \"comm.codec\" is \"local\" and ", key, ", ", why));
-}
-
 }  // namespace
 
-void check_outer(const Config& config, const Group* nodes, const Table& table,
-                 bool external_optimizer) {
+void check_outer(const Config& config, const Group* nodes, bool scales_loss) {
   if (!trains_locally(config)) return;
-  const Mesh mesh = mesh_of(config);
   if (nodes == nullptr || nodes->size() != config.mesh.node) {
-    refuse_beside(concat("\"mesh.node\" is ", config.mesh.node),
-                  "but the group does not say which ranks form a node. Use penstock.initialize()");
+    throw ConfigError(concat(
+        "[engine::initialize] \"comm.codec\" is \"local\" and \"mesh.node\" is ", config.mesh.node,
+        ", but the group does not say which ranks form a node. Use penstock.initialize()"));
   }
-  if (external_optimizer) {
-    refuse_beside("the optimizer is your own",
-                  "which has state that outer steps do not know. Use an optimizer of the config");
-  }
-  if (table.at(Role::kParam, Phase::kForward).dtype == Dtype::kFp16) {
-    refuse_beside("parameters compute in fp16",
-                  "but nodes would skip different steps after an overflow. Use bf16");
-  }
-  if (config.nonfinite == "skip") {
-    refuse_beside("\"nonfinite\" is \"skip\"",
-                  "but nodes would skip different steps. Use \"error\"");
-  }
-  if (!config.checkpoint.signals.empty()) {
-    refuse_beside(
-        "\"checkpoint.signals\" is set",
-        "but nodes would see a signal in different steps. Save after outer steps instead");
-  }
-  const Placement& rest = table.at(Role::kOptim, Phase::kRest);
-  if (rest.layout != table.at(Role::kOptim, Phase::kUpdate).layout) {
-    refuse_beside(
-        "the cells optim.rest and optim.update have different layouts",
-        "but outer steps need masters that rest where they are updated. Use the same layout");
-  }
-  if (mesh.data() > 1 && num_shards(rest, mesh) < mesh.data()) {
-    refuse_beside(
-        concat("strategy \"", config.strategy, "\" keeps equal masters on the ", mesh.data(),
-               " data ranks of a node"),
-        "which would all send them to the other nodes. Use \"zero1\" or another strategy that "
-        "shards the optimizer's state over all of them");
-  }
+  if (!scales_loss) return;
+  throw ConfigError(
+      "[engine::initialize] \"comm.codec\" is \"local\" and parameters compute in fp16, but nodes "
+      "would skip different steps after an overflow. Use bf16");
 }
 
 OuterStep::OuterStep(std::shared_ptr<Group> nodes, const CommConfig& comm, exec::Executor& executor,
@@ -105,6 +76,16 @@ OuterStep::OuterStep(std::shared_ptr<Group> nodes, const CommConfig& comm, exec:
       groups_(mesh_, nodes_->rank()),
       channel_(*nodes_, "outer"),
       everyone_(everyone(*nodes_)) {
+  begin_turn();
+}
+
+std::function<void(const std::string& label, void* data, int64_t bytes)> OuterStep::broadcasts() {
+  return [this](const std::string& label, void* data, int64_t bytes) {
+    channel_.broadcast(label, everyone_, data, bytes);
+  };
+}
+
+void OuterStep::claim() {
   std::vector<exec::UnitState>& units = executor_.units();
   for (size_t unit = 0; unit < units.size(); ++unit) {
     std::vector<Outer> parts;
@@ -130,9 +111,12 @@ at::Tensor OuterStep::momentum_of(const Outer& one) const {
   return device::view(one.momentum.data(), Dtype::kFp32, one.numel);
 }
 
+// The steps between two outer steps are one turn, so a rank that raises an error there has as many
+// turns as the other nodes.
+void OuterStep::begin_turn() { take_turn(nodes_->board(), "steps", "made steps of its own"); }
+
 void OuterStep::restart() {
   since_ = 0;
-  anchored_ = false;
   for (const std::vector<Outer>& unit : units_) {
     for (const Outer& one : unit) momentum_of(one).zero_();
   }
@@ -150,7 +134,7 @@ void OuterStep::copy_masters(const Outer& one, char* to) {
 }
 
 void OuterStep::before_update() {
-  if (std::exchange(anchored_, true)) return;
+  if (since_ > 0) return;
   executor_.updates().finish();
   for (const std::vector<Outer>& unit : units_) {
     executor_.values().take_edits(unit.front().unit);
@@ -158,23 +142,55 @@ void OuterStep::before_update() {
   }
 }
 
-void OuterStep::after_update(int64_t step) {
-  if (++since_ < comm_.outer_every) return;
-  take_turn(nodes_->board(), kTurn, concat("made an outer step after step ", step));
-  joins_ = true;
-  executor_.updates().finish();
-  for (const exec::UnitState& unit : executor_.units()) unit.param_ready.wait();
-  channel_.set_step(step);
-  for (std::vector<Outer>& unit : units_) join(unit, step);
-  executor_.traffic().settle();
-  joins_ = false;
-  since_ = 0;
-  anchored_ = false;
+// Nodes differ if users wrote different values to their weights.
+void OuterStep::compare_anchors() {
+  uint64_t own = 0;
+  for (const std::vector<Outer>& unit : units_) {
+    for (const Outer& one : unit) own = own * 31 + ckpt::checksum(anchor_of(one));
+  }
+  std::string problem;
+  const std::vector<std::string> all = share("outer step: anchors", concat(own));
+  for (size_t node = 1; node < all.size() && problem.empty(); ++node) {
+    if (all[node] == all.front()) continue;
+    problem = concat("[engine::outer_step] node 0 and node ", node,
+                     " began the steps since the last outer step with different weights. They were "
+                     "changed outside the engine, in gathered(write=True) or by load_state_dict(). "
+                     "Write the same values on all nodes");
+  }
+  // The weights may differ in the parts of some ranks only.
+  problem = first_problem(executor_, "outer step: anchors", problem);
+  if (!problem.empty()) throw RuntimeFault(problem);
 }
 
-void OuterStep::failed(const std::string& error) {
-  if (!std::exchange(joins_, false)) take_turn(nodes_->board(), kTurn, error);
-  leave_turn(nodes_->board(), error, true);
+void OuterStep::after_update(int64_t step) {
+  if (++since_ < comm_.outer_every) return;
+  executor_.updates().finish();
+  for (const exec::UnitState& unit : executor_.units()) unit.param_ready.wait();
+  take_turn(nodes_->board(), "outer step", concat("made an outer step after step ", step));
+  channel_.set_step(step);
+  compare_anchors();
+  for (std::vector<Outer>& unit : units_) join(unit, step);
+  executor_.traffic().settle();
+  since_ = 0;
+  begin_turn();
+}
+
+void OuterStep::failed(const std::string& error, bool owes) {
+  failed_ = true;
+  leave_turn(nodes_->board(), error, owes);
+}
+
+void OuterStep::went_on() {
+  if (!std::exchange(failed_, false)) return;
+  if (Board* const board = nodes_->board()) board->turns().went_on();
+}
+
+void OuterStep::check_finite(const Outer& one, const at::Tensor& gradient) const {
+  if (std::isfinite(gradient.sum().item<double>()) || at::isfinite(gradient).all().item<bool>())
+    return;
+  throw RuntimeFault(
+      concat("[engine::outer_step] a change of parameter \"", one.flat->slots.front().name,
+             "\", or of another one of its unit, is not finite on a node. Load a checkpoint"));
 }
 
 // Makes the outer step of one unit.
@@ -183,6 +199,7 @@ void OuterStep::join(std::vector<Outer>& unit, int64_t step) {
   exec::Walk walk(route(addends(), {sum}, mesh_, nodes_->rank(), false), mesh_, groups_, tiers_,
                   /*on_host=*/true);
   std::vector<at::Tensor> gradients;
+  executor_.values().take_edits(unit.front().unit);
   for (const Outer& one : unit) {
     const int64_t numel = padded(one.numel, num_nodes());
     at::Tensor& gradient = gradients.emplace_back(at::zeros({numel}, at::kFloat));
@@ -198,6 +215,7 @@ void OuterStep::join(std::vector<Outer>& unit, int64_t step) {
   }
   for (size_t i = 0; i < unit.size(); ++i) {
     const at::Tensor gradient = gradients[i].narrow(0, 0, unit[i].numel);
+    check_finite(unit[i], gradient);
     at::Tensor anchor = anchor_of(unit[i]), momentum = momentum_of(unit[i]);
     momentum.mul_(comm_.outer_momentum).add_(gradient);
     anchor.sub_(gradient, comm_.outer_lr).sub_(momentum, comm_.outer_lr * comm_.outer_momentum);
@@ -207,6 +225,7 @@ void OuterStep::join(std::vector<Outer>& unit, int64_t step) {
 }
 
 std::vector<double> OuterStep::sum(const std::string& label, const std::vector<double>& values) {
+  take_turn(nodes_->board(), label, concat("computed a ", label, " over all nodes"));
   const auto bytes = values.size() * sizeof(double);
   std::vector<double> sums(values.size(), 0.0), theirs(values.size());
   for (const std::string& one :
@@ -214,6 +233,7 @@ std::vector<double> OuterStep::sum(const std::string& label, const std::vector<d
     std::memcpy(theirs.data(), one.data(), bytes);
     for (size_t i = 0; i < sums.size(); ++i) sums[i] += theirs[i];
   }
+  begin_turn();
   return sums;
 }
 
@@ -251,8 +271,10 @@ std::string OuterStep::on_first_node(const std::string& label, const std::string
   take_turn(nodes_->board(), label, concat("called ", label, "()"));
   Caught problem;
   problem.run(check);
-  problem.rethrow(share(concat(label, " when"), problem.text));
+  const std::vector<std::string> when = share(concat(label, " when"), problem.text);
   const std::vector<std::string> all = share(label, asked);
+  begin_turn();
+  problem.rethrow(when);
   for (size_t node = 1; node < all.size(); ++node) {
     if (all[node] == all.front()) continue;
     throw ConfigError(concat("[engine::", label, "] node 0 and node ", node,
@@ -265,21 +287,34 @@ std::string OuterStep::on_first_node(const std::string& label, const std::string
   return share(concat(label, " made"), made).front();
 }
 
-FoundCheckpoint OuterStep::alike(const std::string& label,
-                                 const std::function<FoundCheckpoint()>& load) {
-  take_turn(nodes_->board(), label, concat("called ", label, "()"));
+FoundCheckpoint OuterStep::alike(const Loading& loading, std::string* unloaded) {
+  take_turn(nodes_->board(), "load", "called load()");
+  share("load begins", "");  // the first node may still write the checkpoint
   FoundCheckpoint found;
   Caught problem;
-  problem.run([&] { found = load(); });
-  problem.rethrow(share(concat(label, " of nodes"), problem.text));
-  const std::vector<std::string> fronts = share(concat(label, " of which"), found.front);
-  for (size_t node = 0; node < fronts.size(); ++node) {
-    if (fronts[node] == found.front) continue;
-    throw RuntimeFault(concat("[engine::load] node ", node,
-                              " loaded another checkpoint than this node. Every node needs the "
-                              "same checkpoints"));
+  problem.run([&] { found = loading.load(); });
+  const std::vector<std::string> problems = share("load of nodes", problem.text);
+  std::string own = ckpt::hex(hash_text(found.front));
+  if (problem.text.empty()) own += concat(" step ", loading.steps());
+  const std::vector<std::string> all = share("load of which", own);
+  begin_turn();
+  std::string why;
+  for (size_t node = 0; node < all.size() && why.empty(); ++node) {
+    if (!problems[node].empty()) {
+      why = concat("node ", node, ": ", problems[node]);
+    } else if (all[node] != own && problem.text.empty()) {
+      why = concat("[engine::load] node ", node,
+                   " loaded another checkpoint than this node. All nodes must see the same "
+                   "undamaged checkpoints");
+    }
   }
-  return found;
+  if (why.empty()) return found;
+  if (problem.text.empty()) {
+    *unloaded = concat("[engine::load] the nodes do not have the same checkpoint (", why,
+                       "). Load again, or close() the engine");
+  }
+  problem.rethrow(problems);
+  throw RuntimeFault(why);
 }
 
 FlatParts OuterStep::momenta() const {
@@ -305,6 +340,7 @@ void OuterStep::close(bool together, const std::string& fault) {
     // The weights need no other node.
   }
   nodes_->close();
+  units_.clear();
 }
 
 int64_t OuterStep::sent_bytes() const {

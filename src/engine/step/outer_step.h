@@ -15,6 +15,7 @@
 //
 // Anchors are read before the first step after an outer step, so weights that users write in
 // between are part of the anchors.
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -33,11 +34,8 @@
 
 namespace penstock::engine {
 
-inline constexpr const char* kOuterRole = "outer";  // of momenta in checkpoints
-
-// Throws ConfigError if the config asks for outer steps and cannot have them.
-void check_outer(const Config& config, const Group* nodes, const Table& table,
-                 bool external_optimizer);
+// Throws ConfigError if the config asks for outer steps and the ranks cannot make them.
+void check_outer(const Config& config, const Group* nodes, bool scales_loss);
 
 // Used only by the model's thread.
 class OuterStep {
@@ -47,17 +45,28 @@ class OuterStep {
   OuterStep(std::shared_ptr<Group> nodes, const CommConfig& comm, exec::Executor& executor,
             mem::Tiers& tiers, int rank);
 
+  // Returns a broadcast of the first node's values to the ranks at this position.
+  std::function<void(const std::string& label, void* data, int64_t bytes)> broadcasts();
+  // Takes the memory of anchors and momenta.
+  void claim();
+
   int node() const { return nodes_->rank(); }
   int num_nodes() const { return nodes_->size(); }
-  int64_t steps_since() const { return since_; }  // steps since the last outer step
+  // Returns the number of steps to the next outer step; 0 if the last step was one, or before
+  // step 1.
+  int64_t steps_left() const {
+    return since_ == 0 ? 0 : std::max<int64_t>(1, comm_.outer_every - since_);
+  }
 
   // Reads the anchors if there was no step since the last outer step. Must precede each update.
   void before_update();
   // [all ranks of all nodes, at outer steps] Counts a step, and makes an outer step if it is due.
   // `step`: the number of the training step.
   void after_update(int64_t step);
-  // Tells nodes that wait for this rank in an outer step that it has raised an error.
-  void failed(const std::string& error);
+  // Tells nodes that wait for this rank in an outer step that it has raised an error, until
+  // went_on(). `owes`: because of the error, some collectives of its node were not made.
+  void failed(const std::string& error, bool owes);
+  void went_on();
   // Forgets the anchors, and makes all momenta zero, as before the first step.
   void restart();
 
@@ -69,9 +78,14 @@ class OuterStep {
   std::string on_first_node(const std::string& label, const std::string& asked,
                             const std::function<void()>& check,
                             const std::function<std::string()>& work);
+  // A load, and the number of steps after it.
+  struct Loading {
+    std::function<FoundCheckpoint()> load;
+    std::function<int64_t()> steps;
+  };
   // [all ranks of all nodes] Calls `load`. If a node fails, or nodes load different checkpoints,
-  // all of them throw.
-  FoundCheckpoint alike(const std::string& label, const std::function<FoundCheckpoint()>& load);
+  // all of them throw. Nodes whose state was replaced then set `unloaded` to the reason.
+  FoundCheckpoint alike(const Loading& loading, std::string* unloaded);
 
   // Returns this rank's momenta, to save them or to fill them from a checkpoint.
   FlatParts momenta() const;
@@ -93,6 +107,9 @@ class OuterStep {
   struct Caught;
   at::Tensor anchor_of(const Outer& one) const;
   at::Tensor momentum_of(const Outer& one) const;
+  void begin_turn();
+  void compare_anchors();
+  void check_finite(const Outer& one, const at::Tensor& gradient) const;
   void copy_masters(const Outer& one, char* to);
   void join(std::vector<Outer>& unit, int64_t step);
   std::vector<std::string> share(const std::string& label, const std::string& text);
@@ -109,8 +126,7 @@ class OuterStep {
   Members everyone_;
   std::vector<std::vector<Outer>> units_;
   int64_t since_ = 0;
-  bool anchored_ = false;
-  bool joins_ = false;  // inside an outer step
+  bool failed_ = false;
 };
 
 }  // namespace penstock::engine

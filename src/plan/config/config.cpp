@@ -392,7 +392,8 @@ std::string parse_wire(const std::string& path, const std::string& text) {
   } catch (const ConfigError& error) {
     fail(concat("\"", path, "\" is \"", text, "\": ", error.what()));
   }
-  if (wire.code == Code::kSign || wire.delta)
+  const bool nearest = wire.lossy() && wire.rounding == Rounding::kNearest;
+  if (wire.code == Code::kSign || wire.delta || nearest)
     fail_unsupported(path, text, "allowed: \"plain\", \"int8/128\", \"int4/128\"");
   return wire.text(Rounding::kStochastic);
 }

@@ -332,6 +332,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"comm": {"codec": "local", "outer_every": 0}})", {R"("comm.outer_every" is 0)"}},
         Bad{R"({"comm": {"codec": "local", "outer_wire": "sign/128"}})",
             {R"("comm.outer_wire" is "sign/128")", "int4/128"}},
+        Bad{R"({"comm": {"codec": "local", "outer_wire": "int4/128/nearest"}})",
+            {R"("comm.outer_wire" is "int4/128/nearest")"}},
         Bad{R"({"comm": {"codec": "local", "outer_wire": "int3"}})", {R"("comm.outer_wire")"}},
         Bad{R"({"comm": {"codec": "local", "outer_lr": 0}})", {R"("comm.outer_lr" is 0)"}},
         Bad{R"({"comm": {"codec": "local", "exact_first": 2}})",

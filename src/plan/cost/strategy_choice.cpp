@@ -150,6 +150,7 @@ std::string refusal_of(const Config& config, const ModelDesc& model, bool extern
     const std::string codec = codec_refusal(config, model);
     if (!codec.empty()) return codec;
     const OptimizerType optimizer = config.optimizer.value_or(OptimizerConfig{}).type;
+    check_outer_steps(config, table_of(config, model), external_optimizer);
     check(table_of(config, model), model, mesh_of(config),
           {external_optimizer, config.offload.late_update, optimizer, config.comm.exact_first > 0});
   } catch (const ConfigError& error) {
