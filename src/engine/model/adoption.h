@@ -32,7 +32,8 @@ class Adoption {
   // If nodes train on their own, `between_nodes` broadcasts the first node's values to the first
   // ranks of the other nodes. Only these ranks call it.
   using Broadcast = std::function<void(const std::string& label, void* data, int64_t bytes)>;
-  Adoption(exec::Executor& executor, mem::Tiers& tiers, int rank, Broadcast between_nodes)
+  explicit Adoption(exec::Executor& executor, mem::Tiers& tiers, int rank = 0,
+                    Broadcast between_nodes = {})
       : executor_(executor), tiers_(tiers), rank_(rank), between_nodes_(std::move(between_nodes)) {}
   ~Adoption();
   Adoption(const Adoption&) = delete;
