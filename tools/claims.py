@@ -71,6 +71,7 @@ CLAIMS = [
     ),
     ("docs/tables.md", '"residual": {"rest": "PP@host', "tests/parity/test_residuals.py"),
     ("docs/tables.md", '"publish": "int4/128"', "tests/parity/test_deltas.py"),
+    ("docs/slow_networks.md", "a GPT of 25M parameters", "benchmarks/slow_network.py"),
     ("docs/slow_networks.md", '"codec": "local"', "tests/parity/test_outer_steps.py"),
     ("docs/tables.md", '"strategy": "mics"', "tests/parity/tables/tables_test.cpp"),
     (MONITORING, "within 1 % of torch's", "tests/python/test_monitor.py::rel=0.01"),
