@@ -3,6 +3,7 @@ node with torch's SGD over the nodes, and they stay so through checkpoints."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -290,3 +291,22 @@ def later_writes(settings: dict[str, Any]) -> Any:
 def test_later_writes_are_part_of_the_anchors(pools):
     for found in pools(4).run(later_writes, settings_of("zero2", 2)):
         assert all(float((one - 0.25).abs().max()) < 0.2 for one in found.values())
+
+
+def built_in_shards(settings: dict[str, Any]) -> Any:
+    import penstock  # noqa: PLC0415
+
+    with penstock.init():
+        model = Net()
+    engine = penstock.initialize(model, copy.deepcopy(settings))
+    for step in range(EVERY):
+        step_of(engine, step)
+    found = gathered(engine)
+    engine.close()
+    return found
+
+
+def test_a_model_that_was_built_in_shards(pools):
+    expected = reference(2, 2, EVERY)[0][-1]
+    for found in pools(4).run(built_in_shards, settings_of("zero2", 2)):
+        assert distance(found, expected) < 2e-5
