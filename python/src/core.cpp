@@ -7,6 +7,7 @@
 
 #include "penstock/metrics.h"
 #include "penstock/report.h"
+#include "python/src/kept.h"
 #include "python/src/module.h"
 #include "src/engine/model/blueprint.h"
 #include "src/engine/model/values.h"
@@ -98,7 +99,7 @@ void bind_core(py::module_& module) {
       .def_readonly("is_tile", &UnitInfo::is_tile)
       .def_readonly("recomputed", &UnitInfo::recomputed)
       .def_readonly("away", &UnitInfo::away);
-  py::class_<Core>(module, "Core")
+  py::class_<Core, Kept<Core>>(module, "Core")
       .def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool,
                     std::shared_ptr<Group>>(),
            py::arg("tree"), py::arg("config"), py::arg("group"), py::arg("external_optimizer"),

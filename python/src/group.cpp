@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "python/src/kept.h"
 #include "python/src/module.h"
 
 namespace py = pybind11;
@@ -33,9 +34,9 @@ void bind_group(py::module_& module) {
              const c10::intrusive_ptr<c10d::ProcessGroup>& downward,
              std::function<Group::ProcessGroups()> connect, double warn_s,
              const std::string& report_dir) {
-            return Group::from_process_group(group, milliseconds(timeout_s), downward,
-                                             std::move(connect),
-                                             {milliseconds(warn_s), report_dir});
+            return kept(Group::from_process_group(group, milliseconds(timeout_s), downward,
+                                                  std::move(connect),
+                                                  {milliseconds(warn_s), report_dir}));
           },
           py::arg("process_group"), py::arg("timeout_s"), py::arg("downward"), py::arg("connect"),
           py::arg("warn_s"), py::arg("report_dir"))
@@ -51,7 +52,7 @@ void bind_group(py::module_& module) {
                   group_on_one_host(store, rank_of.first, rank_of.second, milliseconds(timeout_s),
                                     {milliseconds(warn_s), report_dir}, &why_not);
             }
-            return std::pair(group, why_not);
+            return std::pair(kept(std::move(group)), why_not);
           },
           py::arg("store"), py::arg("rank_of"), py::arg("timeout_s"), py::arg("warn_s"),
           py::arg("report_dir"))

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
 
+#include "python/src/kept.h"
 #include "python/src/module.h"
 #include "src/ckpt/weights_file.h"
 
@@ -35,7 +36,10 @@ void bind_init(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_weights_file(module);
   py::class_<ShardedInit, std::shared_ptr<ShardedInit>>(module, "ShardedInit")
-      .def(py::init<std::shared_ptr<Group>>(), py::arg("group"))
+      .def(py::init([](std::shared_ptr<Group> group) {
+             return kept(std::make_shared<ShardedInit>(std::move(group)));
+           }),
+           py::arg("group"))
       .def("connect", &ShardedInit::connect)
       .def("open", &ShardedInit::open)
       .def(

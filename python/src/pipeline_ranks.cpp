@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include "python/src/kept.h"
 #include "python/src/module.h"
 
 namespace py = pybind11;
@@ -37,7 +38,7 @@ void bind_pipeline_ranks(py::module_& module) {
       .def_readonly("forward", &StageAction::forward)
       .def_readonly("micro", &StageAction::micro);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<PipelineRanks>(module, "PipelineRanks")
+  py::class_<PipelineRanks, Kept<PipelineRanks>>(module, "PipelineRanks")
       .def(py::init<const Core&>(), py::arg("core"))
       .def_property_readonly("index", &PipelineRanks::index)
       .def_property_readonly("count", &PipelineRanks::count)

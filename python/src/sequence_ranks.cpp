@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include "python/src/kept.h"
 #include "python/src/module.h"
 
 namespace py = pybind11;
@@ -11,7 +12,7 @@ namespace penstock::python {
 // Functions that exchange data with the sequence ranks release the interpreter's lock.
 void bind_sequence_ranks(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<SequenceRanks>(module, "SequenceRanks")
+  py::class_<SequenceRanks, Kept<SequenceRanks>>(module, "SequenceRanks")
       .def(py::init<const Core&, int>(), py::arg("core"), py::arg("num_neighbours"), no_gil)
       .def_property_readonly("index", &SequenceRanks::index)
       .def_property_readonly("count", &SequenceRanks::count)

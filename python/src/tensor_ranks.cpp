@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include "python/src/kept.h"
 #include "python/src/module.h"
 
 namespace py = pybind11;
@@ -42,7 +43,7 @@ void bind_tensor_ranks(py::module_& module) {
       .def_readonly("size", &TensorModule::size)
       .def_readwrite("gathered", &TensorModule::gathered);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<TensorRanks>(module, "TensorRanks")
+  py::class_<TensorRanks, Kept<TensorRanks>>(module, "TensorRanks")
       .def(py::init<const Core&>(), py::arg("core"))
       .def_property_readonly("index", &TensorRanks::index)
       .def_property_readonly("count", &TensorRanks::count)

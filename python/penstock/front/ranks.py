@@ -43,11 +43,17 @@ class _Made:
     def __init__(self) -> None:
         groups: list[dist.ProcessGroup] = []
         self.groups = groups
-        self.close = weakref.finalize(self, _destroy, groups)
+        self.close = weakref.finalize(self, _destroy, groups, os.getpid())
         self.close.atexit = False
 
 
-def _destroy(groups: list[dist.ProcessGroup]) -> None:
+_of_parent: list[list[dist.ProcessGroup]] = []  # copies, kept in a forked process
+
+
+def _destroy(groups: list[dist.ProcessGroup], made_by: int) -> None:
+    if os.getpid() != made_by:  # to destroy a copy would wait for threads of the parent
+        _of_parent.append(groups)
+        return
     while groups:
         group = groups.pop()
         if dist.is_initialized():
