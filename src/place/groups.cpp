@@ -4,6 +4,12 @@
 
 namespace penstock {
 
+Members Members::all(int rank, int size) {
+  Members members{{}, rank};
+  for (int one = 0; one < size; ++one) members.ranks.push_back(one);
+  return members;
+}
+
 namespace {
 
 unsigned bit(Axis axis) { return 1U << static_cast<unsigned>(axis); }

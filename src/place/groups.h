@@ -13,6 +13,8 @@ struct Members {
   std::vector<int> ranks;
   int index = 0;
   int size() const { return static_cast<int>(ranks.size()); }
+  // Returns all ranks of a group of `size` ranks, for its rank `rank`.
+  static Members all(int rank, int size);
 };
 
 // Returns one owner for each shard under `place`, in shard order: the lowest rank that holds the

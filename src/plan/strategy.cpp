@@ -24,6 +24,18 @@ Section section_named(const std::string& name) {
 
 bool trains_locally(const Config& config) { return config.comm.codec == "local"; }
 
+int64_t outer_numel(int64_t numel, int64_t num_nodes) {
+  constexpr int64_t kAlign = 512;  // of each node's part
+  const int64_t step = kAlign * num_nodes;
+  return (numel + step - 1) / step * step;
+}
+
+int64_t outer_bytes(const CommConfig& comm, int64_t numel, int64_t num_nodes) {
+  const Wire wire = Wire::parse(comm.outer_wire, Rounding::kStochastic);
+  const int64_t part = outer_numel(numel, num_nodes) / num_nodes;
+  return 2 * (num_nodes - 1) * (wire.lossy() ? wire.encoded_bytes(part) : 4 * part);
+}
+
 Mesh mesh_of(const Config& config) {
   const MeshConfig& mesh = config.mesh;
   return Mesh::of({{Axis::kPipeline, mesh.pipeline},
@@ -382,27 +394,22 @@ Counts at_or_empty(const std::map<std::string, Counts>& counts, const std::strin
   return found == counts.end() ? Counts() : found->second;
 }
 
-}  // namespace
-
-namespace {
-
 // Adds the anchors and momenta of outer steps, and their traffic per training step.
 void add_outer_steps(const Config& config, const Table& table, const ModelDesc& model,
                      Ledger& ledger) {
-  const int64_t nodes = config.mesh.node;
-  const Wire wire = Wire::parse(config.comm.outer_wire, Rounding::kStochastic);
-  int64_t numel = 0;
+  int64_t numel = 0, sent = 0;
   for (const UnitDesc& unit : model.units) {
     for (const FlatDesc& flat : unit.flats) {
-      if (flat.trainable) numel += flat.numel / num_shards(table.master(), mesh_of(config));
+      if (!flat.trainable) continue;
+      const int64_t own = flat.numel / num_shards(table.master(), mesh_of(config));
+      numel += own;
+      sent += outer_bytes(config.comm, own, config.mesh.node);
     }
   }
   MemoryPeak& host = ledger.tier[static_cast<size_t>(Tier::kHost)];
   host.optim += 8 * numel;
   host.total += 8 * numel;
   ledger.in_memory += 8 * numel;
-  const int64_t part = numel / nodes;
-  const int64_t sent = 2 * (nodes - 1) * (wire.lossy() ? wire.encoded_bytes(part) : 4 * part);
   if (sent > 0) ledger.sent["update"]["node"] += sent / config.comm.outer_every;
 }
 

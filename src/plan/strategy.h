@@ -24,6 +24,12 @@ Section section_named(const std::string& name);
 // Returns whether each node trains on its own between outer steps ([Note: Outer steps]).
 bool trains_locally(const Config& config);
 
+// Returns the number of elements that an outer step exchanges for `numel` elements of a rank: each
+// node's part of them has the same size.
+int64_t outer_numel(int64_t numel, int64_t num_nodes);
+// Returns the bytes that a rank with `numel` elements sends for them in one outer step.
+int64_t outer_bytes(const CommConfig& comm, int64_t numel, int64_t num_nodes);
+
 // Returns the mesh over which a resolved config distributes state: sequence ranks count as data
 // ranks and are neighbours in `local`. If nodes train on their own, it is the mesh of one node.
 Mesh mesh_of(const Config& config);

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -98,25 +99,81 @@ def test_a_copy_is_freed(name, how, pools, tmp_path):
 
 
 ENDS = """
-import os, sys, torch, penstock
-engine = penstock.initialize(torch.nn.Linear(4, 4), {"strategy": "zero3"})
-for _ in range(2):
+import os, signal, sys, time
+import torch
+import penstock
+
+folder = sys.argv[1]
+with penstock.init():
+    waiting = torch.nn.Linear(4, 4)  # it never gets an engine
+    net = torch.nn.Linear(4, 4)
+engine = penstock.initialize(
+    net,
+    {
+        "strategy": "zero3",
+        "monitor": {"path": folder, "console": "none"},
+        "checkpoint": {"path": folder, "signals": ["SIGTERM"]},
+    },
+)
+
+
+def step():
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()
-child = os.fork()
-if child == 0:
-    sys.exit(5)  # as a script ends: with atexit, and all modules freed
-_, status = os.waitpid(child, 0)
-engine.backward(engine(torch.ones(2, 4)).sum())
-engine.step()
+
+
+step()
+sys.stdout.flush()
+children = []
+for how in ("exit", "finally", "step", "signal"):
+    child = os.fork()
+    if child != 0:
+        children.append(child)
+        continue
+    if how == "exit":
+        sys.exit(5)  # as a script ends: with atexit, and all modules freed
+    if how == "finally":
+        try:
+            sys.exit(6)
+        finally:
+            engine.close()
+    if how == "step":
+        try:
+            engine.step()
+        except penstock.RuntimeFault as error:
+            os._exit(7 if "forked" in str(error) else 1)
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(1)
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+step()
 engine.close()
-print("child", os.waitstatus_to_exitcode(status))
+print(codes)
 """
 
 
-def test_a_forked_script_ends():
-    ran = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
-    assert ran.stdout == "child 5\n", ran.stderr
+@pytest.mark.parametrize("world", [1, 2])
+def test_forked_scripts_end(world, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS, str(tmp_path)],
+            env=os.environ | {key: str(value) for key, value in (place | {"RANK": rank}).items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for one in ranks:
+            said, errors = one.communicate(timeout=120)
+            assert said == f"[5, 6, 7, {-signal.SIGTERM}]\n", errors
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
 
 
 class Collecting(torch.utils.data.Dataset):

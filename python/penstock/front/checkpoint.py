@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, _penstock
-from penstock.front import export, generators, module_tree, save_signals
+from penstock.front import export, generators, module_tree, process_group, save_signals
 from penstock.front.json_values import decode, decode_scalar, encode, encode_scalar
 from penstock.front.model_state import extra_states
 from penstock.front.optimizer import ShardStep
@@ -296,6 +296,7 @@ class _Taken:
         # Tensor ranks draw the same numbers, so they all load the first tensor rank's generator.
         tensor = engine.config.mesh.tensor
         self._place = engine._ranks.group.rank // tensor * tensor
+        self._place_in_run = process_group.rank() // tensor * tensor
         self._rank = min(self._place, found.world - 1)
         self._generator: torch.Tensor | None = None
         if any(one.role == "rng" for one in found.tensors):
@@ -391,8 +392,8 @@ class _Taken:
     def _set_generators(self) -> None:
         if self._generator is None:
             return
-        if self._rank != self._place:
-            return generators.derive(self._generator, self._place)
+        if self._rank != self._place or not self._engine._ranks.on_first_node():
+            return generators.derive(self._generator, self._place_in_run)
         torch.set_rng_state(self._generator)
         generators.restore(self._of_ranks[self._rank], _device_of(self._engine))
 

@@ -34,10 +34,22 @@ _OF_ALL_RANKS = {
 }
 
 
-def tell_of_errors(made: type) -> None:
-    """Replaces the methods that all ranks call with ones that tell the other ranks of errors."""
+def tell_of_errors(made: Any) -> None:
+    """Replaces the methods that all ranks call with ones that tell the other ranks of errors.
+
+    In a forked process they raise an error, and close() does nothing."""
     for name, shown in _OF_ALL_RANKS.items():
         setattr(made, name, _told(getattr(made, name), shown))
+    made._end = _of_its_process(made._end)
+
+
+def _of_its_process(call: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(call)
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._ranks.copied:
+            call(self, *args, **kwargs)
+
+    return run
 
 
 def tells_if_refused(call: Made) -> Made:
@@ -90,11 +102,18 @@ def _meets(
 def _told(call: Callable[..., Any], shown: str) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        copied = self._ranks.copied
+        if copied and shown != "forward":  # a model that needs no gathers may compute anywhere
+            raise RuntimeFault(
+                f"[front::{shown}] this process was forked from the engine's (for example as a "
+                f"worker of a DataLoader), so it has only a copy of the engine. Call {shown}() in "
+                f"the engine's own process"
+            )
         try:
             return call(self, *args, **kwargs)
         except (Bug, ConfigError, RuntimeFault) as error:
             core = self.__dict__.get("_core")
-            if core is not None:
+            if core is not None and not copied:
                 core.calls.failed(shown, f"{type(error).__name__}: {error}")
             raise
 

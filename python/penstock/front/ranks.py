@@ -43,7 +43,8 @@ class _Made:
     def __init__(self) -> None:
         groups: list[dist.ProcessGroup] = []
         self.groups = groups
-        self.close = weakref.finalize(self, _destroy, groups, os.getpid())
+        self.made_by = os.getpid()
+        self.close = weakref.finalize(self, _destroy, groups, self.made_by)
         self.close.atexit = False
 
 
@@ -171,6 +172,12 @@ class Ranks:
     def core(self, tree: Any, config: Any, external_optimizer: bool) -> Any:
         """Makes the core of an engine over these ranks."""
         return _penstock.Core(tree, config, self.group, external_optimizer, self.nodes)
+
+    @property
+    def copied(self) -> bool:
+        """Whether this process was forked from the one that made this object, which it must leave
+        alone ([Note: Forked processes], python/src/kept.h)."""
+        return os.getpid() != self._made.made_by
 
     def on_first_node(self) -> bool:
         """Whether this rank is on the node that writes files. True if there are no nodes."""

@@ -45,7 +45,7 @@ def end_if(urgency: int) -> None:
 
 
 def _handle(signum: int, frame: Any) -> None:
-    living = [one for one in _engines[signum] if one._open()]
+    living = [one for one in _engines[signum] if one._open() and not one._ranks.copied]
     for one in living:
         one._core.checkpoints.ask(_ENDS if signum == signal.SIGTERM else _GOES_ON)
     before = _before[signum]

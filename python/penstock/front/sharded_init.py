@@ -32,6 +32,8 @@ class _Store:
 
     def close(self) -> None:
         """Ends the group, which the other ranks no longer use."""
+        if self.own_ranks.copied:
+            return
         self.own_ranks.group.close()
         self.own_ranks.close()
 

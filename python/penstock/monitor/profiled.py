@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import heapq
 import json
+import os
 import time
 import warnings
 import weakref
@@ -211,8 +212,9 @@ def running() -> bool:
     return bool(here or torch.autograd.profiler._is_profiler_enabled)
 
 
-def _stop(profiler: torch.profiler.profile) -> None:
-    profiler.stop()
+def _stop(profiler: torch.profiler.profile, made_by: int) -> None:
+    if os.getpid() == made_by:  # a forked process has no profiler's thread
+        profiler.stop()
 
 
 def check_free() -> None:
@@ -240,7 +242,9 @@ class Profile:
         with warnings.catch_warnings():  # torch 2.11 warns of a second cycle; there is only one
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             self._profiler.start()
-        self.stop = weakref.finalize(self, _stop, self._profiler)  # once, and at the latest at exit
+        self.stop = weakref.finalize(
+            self, _stop, self._profiler, os.getpid()
+        )  # once, and at the latest at exit
         self._first = read_mark(0)
 
     def text(self, offset_ns: int) -> str:

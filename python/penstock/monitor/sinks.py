@@ -42,6 +42,7 @@ class Sinks(Generic[_Told]):
         self._queue: queue.Queue[_Told | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
+        self._process = os.getpid()
 
     def add(self, sink: Sink[_Told]) -> None:
         self._sinks.append(sink)
@@ -61,7 +62,7 @@ class Sinks(Generic[_Told]):
 
     def close(self) -> None:
         """Writes the queued rows, then ends the thread and closes the sinks."""
-        if self._thread is None:
+        if self._thread is None or os.getpid() != self._process:  # a fork has no such thread
             return
         atexit.unregister(self.close)
         self._queue.put(None)

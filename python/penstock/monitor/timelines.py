@@ -192,7 +192,8 @@ def _nobody_came() -> None:
 def _end_all() -> None:
     """Ends the traces of engines that are still open at exit."""
     for engine in list(_Process.engines):
-        engine._timelines.end()
+        if not engine._ranks.copied:
+            engine._timelines.end()
 
 
 def trace(

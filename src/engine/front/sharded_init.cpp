@@ -78,8 +78,7 @@ struct ShardedInit::Impl {
                                 "model of that init() before you change the process group"));
     }
     channel.emplace(*ranks, "init");
-    members = {{}, ranks->rank()};
-    for (int rank = 0; rank < ranks->size(); ++rank) members.ranks.push_back(rank);
+    members = Members::all(ranks->rank(), ranks->size());
     group = std::move(ranks);  // the channel of the old group no longer exists
   }
 

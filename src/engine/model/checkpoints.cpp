@@ -412,7 +412,7 @@ struct Core::State::Checkpointing::Load {
                "checkpoint. Load another checkpoint, or close() the engine");
     ckpt::TensorReader reader(chosen.path, chosen.manifest);
     const at::NoGradGuard no_grad;
-    if (state.outer) state.outer->restart();
+    if (state.outer) options.optimizer ? state.outer->restart() : state.outer->forget_anchors();
     const std::string damage = ckpt::fill(reader, chosen.manifest, target, wanted);
     state.bytes_read = reader.bytes_read();
     const std::string first = shared.agree("load read", damage);
@@ -533,7 +533,8 @@ std::string Checkpoints::save(const std::string& path, const SaveOptions& option
   if (!state_->outer) return save();
   // The state is that of the first node.
   const auto check = [&] {
-    Core::State::Checkpointing{*state_}.check_asked(path, "step", options);
+    Core::State::Checkpointing{*state_}.check_asked(
+        path, options.tag.empty() ? "step" : options.tag, options);
   };
   return state_->outer->on_first_node("save", concat(path, " ", options.tag), check, save);
 }

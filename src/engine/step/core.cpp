@@ -229,7 +229,9 @@ void Calls::end_backward() {
 void Calls::failed(const std::string& call, const std::string& error) {
   // A refused call has changed nothing. The call of the other thread goes on.
   if (state_->closed || state_->calling.take_refused()) return;
-  leave_turn(state_->group->board(), concat("called ", call, "(), which raised ", error), true);
+  const std::string left = concat("called ", call, "(), which raised ", error);
+  leave_turn(state_->group->board(), left, true);
+  if (state_->outer) state_->outer->failed(left, true);
 }
 
 void Calls::name_threads(std::function<std::string(int64_t)> name) {

@@ -99,8 +99,9 @@ void meet(Board* board, const std::vector<engine::AvailableMemory>& by_rank) {
   board->meet(run, join(roster, "\n"));
 }
 
-// Only the first node writes about the run.
+// Only the first node writes about the run. Each node writes its own reports of failures.
 void be_silent(Config* config) {
+  if (config->comm.report_dir.empty()) config->comm.report_dir = config->monitor.path;
   config->monitor.path.clear();
   config->monitor.console = "none";
 }
@@ -109,8 +110,7 @@ void be_silent(Config* config) {
 std::vector<std::string> share_with(Group& group, const std::string& label,
                                     const std::string& text) {
   comm::Channel channel(group, "start");
-  comm::Members all{{}, group.rank()};
-  for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
+  const auto all = Members::all(group.rank(), group.size());
   return engine::share_text(label, text, [&](const std::string& what, const std::string& payload) {
     return channel.share(what, all, payload);
   });
@@ -267,7 +267,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   if (local && nodes->rank() > 0) be_silent(&blueprint.config);
   engine::check_stages(tree, config, room, external_optimizer);
   choice = engine::choose_tiers(blueprint, room, external_optimizer);
-  if (group->rank() == 0) std::fputs(choice.c_str(), stderr);
+  const bool writes = group->rank() == 0 && (nodes == nullptr || nodes->rank() == 0);
+  if (writes) std::fputs(choice.c_str(), stderr);
   set_budgets(tiers, engine::budgets_of(blueprint, room, external_optimizer));
   const Table table = engine::settle(blueprint);
   engine::check_outer(blueprint.config, nodes.get(), loss_scale.needs_scaling());

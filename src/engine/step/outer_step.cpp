@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <utility>
 
 #include "penstock/error.h"
@@ -22,14 +23,6 @@ namespace penstock::engine {
 
 namespace {
 
-constexpr int64_t kAlign = 512;  // elements of each node's part of an exchange are a multiple of it
-
-Members everyone(const Group& group) {
-  Members all{{}, group.rank()};
-  for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
-  return all;
-}
-
 Move sum_over_nodes(const std::string& wire) {
   Move move;
   move.kind = MoveKind::kAllReduce;
@@ -42,12 +35,6 @@ Placement addends() {
   Placement place;
   place.on(Axis::kNode) = Layout::kPartial;
   return place;
-}
-
-// Returns the number of elements that are exchanged for a part of `numel` elements.
-int64_t padded(int64_t numel, int num_nodes) {
-  const int64_t step = kAlign * num_nodes;
-  return (numel + step - 1) / step * step;
 }
 
 }  // namespace
@@ -75,7 +62,8 @@ OuterStep::OuterStep(std::shared_ptr<Group> nodes, const CommConfig& comm, exec:
       mesh_(Mesh::of({{Axis::kNode, nodes_->size()}})),
       groups_(mesh_, nodes_->rank()),
       channel_(*nodes_, "outer"),
-      everyone_(everyone(*nodes_)) {
+      everyone_(Members::all(nodes_->rank(), nodes_->size())) {
+  channel_.recorder = tiers.recorder;
   begin_turn();
 }
 
@@ -115,8 +103,10 @@ at::Tensor OuterStep::momentum_of(const Outer& one) const {
 // turns as the other nodes.
 void OuterStep::begin_turn() { take_turn(nodes_->board(), "steps", "made steps of its own"); }
 
+void OuterStep::forget_anchors() { since_ = 0; }
+
 void OuterStep::restart() {
-  since_ = 0;
+  forget_anchors();
   for (const std::vector<Outer>& unit : units_) {
     for (const Outer& one : unit) momentum_of(one).zero_();
   }
@@ -201,7 +191,7 @@ void OuterStep::join(std::vector<Outer>& unit, int64_t step) {
   std::vector<at::Tensor> gradients;
   executor_.values().take_edits(unit.front().unit);
   for (const Outer& one : unit) {
-    const int64_t numel = padded(one.numel, num_nodes());
+    const int64_t numel = outer_numel(one.numel, num_nodes());
     at::Tensor& gradient = gradients.emplace_back(at::zeros({numel}, at::kFloat));
     copy_masters(one, static_cast<char*>(gradient.data_ptr()));
     gradient.narrow(0, 0, one.numel).neg_().add_(anchor_of(one));
@@ -295,7 +285,10 @@ FoundCheckpoint OuterStep::alike(const Loading& loading, std::string* unloaded) 
   problem.run([&] { found = loading.load(); });
   const std::vector<std::string> problems = share("load of nodes", problem.text);
   std::string own = ckpt::hex(hash_text(found.front));
-  if (problem.text.empty()) own += concat(" step ", loading.steps());
+  if (problem.text.empty()) {
+    own += concat(" ", std::filesystem::path(found.path).filename().string(), " step ",
+                  loading.steps());
+  }
   const std::vector<std::string> all = share("load of which", own);
   begin_turn();
   std::string why;
@@ -344,13 +337,9 @@ void OuterStep::close(bool together, const std::string& fault) {
 }
 
 int64_t OuterStep::sent_bytes() const {
-  const Wire wire = Wire::parse(comm_.outer_wire, Rounding::kStochastic);
   int64_t bytes = 0;
   for (const std::vector<Outer>& unit : units_) {
-    for (const Outer& one : unit) {
-      const int64_t numel = padded(one.numel, num_nodes()) / num_nodes();
-      bytes += 2 * (num_nodes() - 1) * (wire.lossy() ? wire.encoded_bytes(numel) : 4 * numel);
-    }
+    for (const Outer& one : unit) bytes += outer_bytes(comm_, one.numel, num_nodes());
   }
   return bytes;
 }

@@ -67,6 +67,8 @@ class OuterStep {
   // went_on(). `owes`: because of the error, some collectives of its node were not made.
   void failed(const std::string& error, bool owes);
   void went_on();
+  // The next update reads the anchors again.
+  void forget_anchors();
   // Forgets the anchors, and makes all momenta zero, as before the first step.
   void restart();
 
