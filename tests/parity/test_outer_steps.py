@@ -244,9 +244,9 @@ def test_what_users_write_is_part_of_the_anchors(pools):
         assert distance(joined, found[0][1]) == 0
         measured, predicted = ledger["measured"], ledger["predicted"]["zero2"]
         assert 0.9 < measured["optim"] / predicted["optim"] < 1.1
-        # Besides the node's own exchanges, the last step sent the plain sum over two nodes.
+        # The node sends 8 bytes per element of a rank in each step, and the outer step sends 4 more.
         numel = sum(one.numel() for one in joined.values()) / 2
-        assert sent > 4 * numel * (2 + 1)
+        assert sent > 11 * numel
 
 
 def in_pipeline(settings: dict[str, Any], steps: int, path: str = "", load: bool = False) -> Any:
