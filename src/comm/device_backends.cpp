@@ -1,6 +1,7 @@
 #include "src/comm/device_backends.h"
 
 #include <algorithm>
+#include <future>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -50,8 +51,14 @@ void DeviceBackends::abort(const std::string& why) {
   while (!idle() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(kPoll);
   }
+  // All at once: to abort one communicator may wait for the whole device, on which kernels of the
+  // others run until they are aborted, too.
+  std::vector<std::future<std::optional<Position>>> aborted;
   for (const auto& one : all()) {
-    const std::optional<Position> cut_off = one->abort();
+    aborted.push_back(std::async(std::launch::async, [one] { return one->abort(); }));
+  }
+  for (auto& one : aborted) {
+    const std::optional<Position> cut_off = one.get();
     const std::lock_guard lock(mutex_);
     if (cut_off && cut_off_.empty()) cut_off_ = cut_off->text();
   }

@@ -106,13 +106,13 @@ void Flat::detach() {
   for (Slot& slot : slots) point(slot, nullptr);
 }
 
-void Flat::let_go(Slot& slot) {
+void Flat::let_go(Slot& slot, const device::Device& computes) {
   c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
   void* data = storage->_mutable_data_ptr_no_checks().get();
   if (data == nullptr) return;
   const c10::DeviceGuard guard(storage->device());
   c10::DataPtr own = c10::GetAllocator(storage->device_type())->allocate(storage->nbytes());
-  const device::Device* there = rest().one().data().device;
+  const device::Device* there = storage->device().is_cpu() ? nullptr : &computes;
   device::copy({own.get(), there}, {data, there}, static_cast<int64_t>(storage->nbytes()));
   storage->set_data_ptr_noswap(std::move(own));
 }

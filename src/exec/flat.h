@@ -107,8 +107,8 @@ class Flat {
   // part.
   bool print_differs(const Slot& slot) const;
   // Gives the slot's window its own memory with a copy of the values, for tensors that still use
-  // this storage.
-  void let_go(Slot& slot);
+  // this storage. `computes`: the device of the parameters.
+  void let_go(Slot& slot, const device::Device& computes);
   // After the next detach(), the error for reading a parameter says that it no longer has values.
   void say_gone();
   // Like detach(), but skips parameters that still have their own memory.

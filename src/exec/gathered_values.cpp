@@ -126,6 +126,7 @@ at::Tensor GatheredValues::resting(int unit, int index) {
 // contribution are read.
 at::Tensor GatheredValues::open_sum(const Flat& flat, const Copy* sum, const std::string& label) {
   const at::Tensor own = zeros32(flat.numel);
+  if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();  // as in on_host()
   for (const Slot& slot : flat.slots) {
     if (sum == nullptr || !slot.written) continue;
     device::take(bytes_of(own) + slot.offset * 4, Dtype::kFp32, sum->one().at(slot.offset),

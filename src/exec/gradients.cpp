@@ -449,6 +449,8 @@ void Gradients::write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor
   flat.uncount();
   rank_.traffic.fetch(sum, mem::Account::kGrad);
   rank_.traffic.wait_read(sum);
+  // A device's copy to this memory may still be queued.
+  if (sum.data().device == nullptr) arrive_on_host(rank_, *this);
   const at::Tensor part = full.reshape({-1}).narrow(0, from - slot.offset, to - from).mul(factor);
   device::take(sum.at(from - begin), sum.dtype, device::address_of(part, &rank_.tiers.computes),
                Dtype::kFp32, to - from, false);

@@ -123,7 +123,7 @@ Updates::Updates(Rank& rank, Lanes& lanes, Gradients& gradients)
 }
 
 void Updates::begin(Update update) {
-  finish();
+  wait();
   update_ = std::move(update);
   scalars_ = {};
 }
@@ -144,8 +144,15 @@ void Updates::arrive() {
   }
 }
 
-void Updates::finish() {
+void Updates::wait() {
   for (const UnitState& unit : rank_.units) unit.updated.wait();
+}
+
+void Updates::finish() {
+  wait();
+  const bool sends_back =
+      rank_.cells.updates_on_device() && rank_.cells.optim_rest.tier != Tier::kDevice;
+  if (sends_back && rank_.on_accelerator()) rank_.tiers.computes.synchronize();
 }
 
 void Updates::on_lane(const std::vector<int>& units, std::function<void()> work) {

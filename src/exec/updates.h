@@ -40,7 +40,10 @@ class Updates {
   Updates(Rank& rank, Lanes& lanes, Gradients& gradients);
 
   void begin(Update update);
-  void finish();  // blocks until every unit has its new weights
+  void wait();  // blocks until every unit has its new weights; on a device they may be queued
+  // Also blocks until the host may read and write all state in its memory: a device that updates
+  // state of the host sends it back in its own time.
+  void finish();
   // Blocks until all resting parameters are in place. Then takes the fingerprints (Flat::left) that
   // later show user edits.
   void arrive();

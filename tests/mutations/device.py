@@ -33,6 +33,10 @@ def mesh(case: str) -> Pytest:
     return Pytest(("tests/device/test_device_meshes.py", "-k", case), ("_sim",))
 
 
+def late(case: str) -> Pytest:
+    return Pytest(("tests/device/test_device_late_copies.py", "-k", case), ("_sim",))
+
+
 BUDGETS = Pytest((PROFILE, "-k", "zero3_groups"), ("_sim",))
 
 BESIDE_A_DEVICE = [
@@ -371,8 +375,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "model ranks sum gradients that are on their way to the host",
         GRADIENTS,
-        "  if (sum.data().device == nullptr) arrive_on_host(rank_, *this);\n",
-        "",
+        "  flat.uncount();\n  if (sum.data().device == nullptr) arrive_on_host(rank_, *this);\n",
+        "  flat.uncount();\n",
         mesh("gradients_on_the_host"),
     ),
     Mutation(
@@ -497,5 +501,33 @@ BESIDE_A_DEVICE = [
     events_[c10::Device(event.device().type())].push_back(std::move(event));
 """,
         Program(TABLES.path, ("--draws", "270:280")),
+    ),
+    Mutation(
+        "a view that outlives gathered() is copied as if it were host memory",
+        FLAT,
+        "storage->device().is_cpu() ? nullptr : &computes;",
+        "computes.is_host() ? &computes : rest().one().data().device;",
+        late("views"),
+    ),
+    Mutation(
+        "the host writes a gradient before the device's copy has arrived",
+        GRADIENTS,
+        "still be queued.\n  if (sum.data().device == nullptr) arrive_on_host(rank_, *this);\n",
+        "still be queued.\n",
+        late("set_grads or grad_none"),
+    ),
+    Mutation(
+        "the host reads state that the device has not sent back",
+        "src/exec/updates.cpp",
+        "  if (sends_back && rank_.on_accelerator()) rank_.tiers.computes.synchronize();\n",
+        "  if (sends_back && rank_.on_accelerator()) return;\n",
+        late("state or load"),
+    ),
+    Mutation(
+        "communicators are aborted one after another",
+        "src/comm/device_backends.cpp",
+        "std::async(std::launch::async, [one]",
+        "std::async(std::launch::deferred, [one]",
+        Pytest((FAULTS, "-k", "killed"), ("_sim",)),
     ),
 ]

@@ -68,6 +68,13 @@ OVER_NODES = [
         outer("momenta"),
     ),
     Mutation(
+        "all nodes draw the first node's random numbers after a load",
+        "python/penstock/front/checkpoint.py",
+        "if self._rank != self._place or not self._engine._ranks.on_first_node():",
+        "if self._rank != self._place:",
+        outer("generators"),
+    ),
+    Mutation(
         "a save between outer steps saves one node's weights",
         "src/engine/model/checkpoints.cpp",
         "const int64_t left = state.outer ? state.outer->steps_left() : 0; left > 0",

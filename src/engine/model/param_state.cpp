@@ -315,6 +315,7 @@ struct Values::ParamState {
     for (Holding* one : parts) {
       float* const to = masters.data() + (one->first - first.first);
       with_values(*one, [&] {
+        if (!tiers().computes.is_host()) tiers().computes.synchronize();
         device::copy(to, one->buffer->data(), one->buffer->bytes());
         if (!tiers().computes.is_host()) tiers().computes.synchronize();
         if (one->edits != nullptr) {

@@ -137,7 +137,8 @@ void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tenso
   if (flat.placement.is_sharded()) return give_back_cut(flat, values);
   for (exec::Slot& slot : flat.slots) {
     if (slot.param.storage().unsafeGetStorageImpl() != slot.window.unsafeGetStorageImpl()) {
-      flat.let_go(slot);  // if users gave the parameter new memory, it keeps that memory
+      // If users gave the parameter new memory, it keeps that memory.
+      flat.let_go(slot, state.tiers.computes);
       continue;
     }
     engine::own_values(slot.param, values.defined() ? values.narrow(0, slot.offset, slot.numel)

@@ -156,7 +156,7 @@ void OutsideEdits::take_over(Param& param) {
 device::Address OutsideEdits::part_from_views(Param& param) {
   const auto [unit, flat, slot] = param.places.front();
   if (shares_storage(param.tensor, *slot)) {
-    flat->let_go(*slot);
+    flat->let_go(*slot, executor_.traffic().tiers().computes);
     own_storage(param.tensor, flat->dtype, param.sizes);
   } else {
     set_window(param.tensor, slot->window, param.tensor.scalar_type(), param.sizes);

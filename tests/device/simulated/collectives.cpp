@@ -7,6 +7,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -32,6 +33,13 @@ using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 using Timeout = std::chrono::milliseconds;
 
 constexpr std::chrono::milliseconds kLook{10};  // between two checks for a failed device
+constexpr std::chrono::seconds kMostAbort{60};  // how long an abort waits for other communicators
+
+// Returns the number of collectives that a device runs now.
+std::atomic<int>& running(int device) {
+  static std::array<std::atomic<int>, kDevices> counts{};
+  return counts.at(static_cast<size_t>(device));
+}
 
 // Keeps a collective's tensors alive until a caller waits for the collective or it is done, because
 // the allocator does not know of the use on the backend's stream. The work and the backend share
@@ -272,13 +280,26 @@ class StreamBackend : public c10d::Backend {
     }
 
     void abort() {
-      const std::lock_guard lock(mutex);
-      aborted = true;
-      changed.notify_all();
-      if (connecting.try_lock()) {  // else a connection is in progress, which this does not end
-        const std::lock_guard held(connecting, std::adopt_lock);
-        for (const auto& [device, identity] : identities) launches().closed(identity, device);
-        identities.clear();
+      std::vector<int> devices;
+      {
+        const std::lock_guard lock(mutex);
+        aborted = true;
+        changed.notify_all();
+        if (connecting.try_lock()) {  // else a connection is in progress, which this does not end
+          const std::lock_guard held(connecting, std::adopt_lock);
+          for (const auto& [device, identity] : identities) {
+            launches().closed(identity, device);
+            devices.push_back(device);
+          }
+          identities.clear();
+        }
+      }
+      // NCCL frees the communicator's memory, which waits for all kernels on the device.
+      const auto deadline = std::chrono::steady_clock::now() + kMostAbort;
+      for (const int device : devices) {
+        while (running(device) > 0 && std::chrono::steady_clock::now() < deadline) {
+          std::this_thread::sleep_for(kLook);
+        }
       }
     }
 
@@ -299,10 +320,12 @@ class StreamBackend : public c10d::Backend {
         *ended = true;
         self->changed.notify_all();
       }).detach();
+      ++running(device);
       std::unique_lock lock(mutex);
       const auto over = [&] { return aborted || *ended || has_failed(device); };
       while (!changed.wait_for(lock, kLook, over)) {
       }
+      --running(device);
       if (!*ended) aborted = true;
     }
 
