@@ -52,6 +52,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def refused_on_one(settings: dict[str, Any], own: dict[str, Any]) -> tuple[str, float]:
+    """What initialize() raises if the last rank has settings of its own, and after which time."""
+    import penstock  # noqa: PLC0415
+
+    begun = time.monotonic()
+    with pytest.raises((penstock.ConfigError, penstock.RuntimeFault)) as refused:
+        penstock.initialize(Net(), settings | (own if dist.get_rank() == 3 else {}))
+    return str(refused.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("own", [{"clip": -1.0}, {"clip": 0.5}])
+def test_all_nodes_hear_of_an_error_in_initialize(own, pools):
+    found = pools(4).run(refused_on_one, settings_of("zero2", 2), own)
+    for said, seconds in found:
+        assert "clip" in said and seconds < 30
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case, pools):
     more, says = REFUSED[case]

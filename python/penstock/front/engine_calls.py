@@ -62,10 +62,20 @@ def tells_if_refused(call: Made) -> Made:
             return call(*args, **kwargs)
         except Exception as error:
             if ranks.meetings() == before and _meets(*args[:2], **kwargs):
-                ranks.refuse(error)
+                ranks.refuse(error, _mesh_of_nodes(*args[1:2], **kwargs))
             raise
 
     return cast(Made, run)
+
+
+def _mesh_of_nodes(
+    config: Any = None, comm: Any = None, mesh: Any = None, **_: Any
+) -> Mapping[str, Any] | None:
+    """Returns the values of mesh if nodes train on their own; else None."""
+    values = config if isinstance(config, Mapping) else {}
+    comm, mesh = comm or values.get("comm"), mesh or values.get("mesh")
+    local = isinstance(comm, Mapping) and comm.get("codec") == "local"
+    return mesh if local and isinstance(mesh, Mapping) else None
 
 
 def ended_at_exit() -> "weakref.WeakSet[Any]":

@@ -8,6 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +138,12 @@ class Ranks:
         across: list[int] = []
         if nodes is not None:
             members, across = nodes()
-        self.group = self._connect(members, transport, back_end)
+        try:
+            self.group = self._connect(members, transport, back_end)
+        except Exception as error:
+            if across and transport != "gloo":  # groups of gloo do not meet
+                _tell(across, error)
+            raise
         if back_end is not None and len(members) > 1:
             made_by = device_backends.DeviceGroups(back_end, timeout, has_stages, members)
             self.group.set_device_groups(made_by)
@@ -164,7 +170,15 @@ class Ranks:
                 made.groups.append(dist.new_group(backend="gloo", timeout=timeout))
             return made.groups[-2], made.groups[-1]
 
-        up, down = connect()
+        try:
+            up, down = connect()
+        except RuntimeError as error:
+            own = dist.get_rank()
+            others = ", ".join(str(one) for one in members if one != own)
+            raise RuntimeFault(
+                f"[front::initialize] rank {own} did not connect over gloo to rank {others}: "
+                f"{error}"
+            ) from None
         return _penstock.Group.from_process_group(
             up, waits.timeout_s, down, connect, waits.warn_s, waits.report_dir
         )
@@ -196,17 +210,38 @@ def meetings() -> int:
     return _Meetings.number
 
 
-def refuse(error: BaseException) -> None:
-    """Tells ranks that wait in the next meeting why this rank will not arrive."""
+def refuse(error: BaseException, mesh: Mapping[str, Any] | None = None) -> None:
+    """Tells ranks that wait in the next meetings why this rank will not arrive.
+
+    Args:
+        error: the reason.
+        mesh: the values of the key mesh, if nodes train on their own and meet on their own.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    meetings_of = [list(range(dist.get_world_size()))]
+    if mesh is not None:
+        ones = {"node": 1, "pipeline": 1, "tensor": 1, "sequence": 1}
+        with contextlib.suppress(ConfigError, TypeError, ZeroDivisionError):
+            meetings_of = list(_nodes(SimpleNamespace(**{**ones, **mesh})))
+    for members in meetings_of:
+        _tell(members, error)
+
+
+def _tell(members: list[int], error: BaseException) -> None:
+    """Tells these ranks, which wait in the next meeting."""
+    if len(members) == 1:
+        return
+    store, own = _Meetings.begin(), members.index(dist.get_rank())
+    if len(members) < dist.get_world_size():
+        store = PrefixStore("-".join(map(str, members)), store)
     # A text that begins like this stands for a rank that is gone ([Note: Meeting]).
     text = (
         f"!{_REFUSED} {dist.get_rank()}, for which this rank waited, raised "
         f"{type(error).__name__}. Fix the error there: {error}"
     )
     with contextlib.suppress(RuntimeError):  # the store's host has ended
-        _Meetings.begin().set(f"meeting 0/who/{dist.get_rank()}", text)
+        store.set(f"meeting 0/who/{own}", text)
 
 
 def with_timeout(values: Mapping[str, Any]) -> Mapping[str, Any]:

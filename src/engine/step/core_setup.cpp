@@ -163,8 +163,10 @@ Room agree(const Config& config, const RanksOfRun& ranks, const ModelTree& tree,
   meet(group.board(), by_rank);
   const std::string difference = engine::first_difference(texts);
   if (!difference.empty()) {
-    throw RuntimeFault(
-        concat("[engine::initialize] the ranks have different models or configs: ", difference));
+    const std::string why =
+        concat("[engine::initialize] the ranks have different models or configs: ", difference);
+    if (ranks.nodes != nullptr) ranks.nodes->end_exchanges(why);
+    throw RuntimeFault(why);
   }
   if (ranks.nodes != nullptr) agree_with_nodes(*ranks.nodes, texts.front(), &by_rank);
   return engine::room_of(config.memory, by_rank);
