@@ -244,7 +244,7 @@ def test_what_users_write_is_part_of_the_anchors(pools):
         assert distance(joined, found[0][1]) == 0
         measured, predicted = ledger["measured"], ledger["predicted"]["zero2"]
         assert 0.9 < measured["optim"] / predicted["optim"] < 1.1
-        # The node sends 8 bytes per element of a rank in each step, and the outer step sends 4 more.
+        # A node sends 8 bytes per element of a rank in each step, and an outer step sends 4 more.
         numel = sum(one.numel() for one in joined.values()) / 2
         assert sent > 11 * numel
 

@@ -122,6 +122,14 @@ struct RanksOfRun {
   Group* nodes = nullptr;
 };
 
+// [all ranks of all nodes] Throws if another node has a problem.
+void hear_problems(Group& nodes, const std::string& own) {
+  const std::vector<std::string> all = share_with(nodes, "problems of nodes", own);
+  for (size_t node = 0; node < all.size() && own.empty(); ++node) {
+    if (!all[node].empty()) throw RuntimeFault(concat("node ", node, ": ", all[node]));
+  }
+}
+
 // [all ranks of all nodes] Compares the nodes' texts, and appends the memory of other nodes' ranks.
 void agree_with_nodes(Group& nodes, const std::string& text,
                       std::vector<engine::AvailableMemory>* by_rank) {
@@ -162,12 +170,13 @@ Room agree(const Config& config, const RanksOfRun& ranks, const ModelTree& tree,
   }
   meet(group.board(), by_rank);
   const std::string difference = engine::first_difference(texts);
+  std::string problem;
   if (!difference.empty()) {
-    const std::string why =
+    problem =
         concat("[engine::initialize] the ranks have different models or configs: ", difference);
-    if (ranks.nodes != nullptr) ranks.nodes->end_exchanges(why);
-    throw RuntimeFault(why);
   }
+  if (ranks.nodes != nullptr) hear_problems(*ranks.nodes, problem);
+  if (!problem.empty()) throw RuntimeFault(problem);
   if (ranks.nodes != nullptr) agree_with_nodes(*ranks.nodes, texts.front(), &by_rank);
   return engine::room_of(config.memory, by_rank);
 }
