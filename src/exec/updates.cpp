@@ -28,9 +28,6 @@ bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   return disk && tiers.owner(other) == nullptr;
 }
 
-// Returns whether the flat's resting parameters are its masters.
-bool shares_master(const Rank& rank, const Flat& flat) { return !rank.keeps_master(flat); }
-
 // Returns false for a parameter that has no second moment yet, so that it gets one.
 bool keeps_second_moment(const Update& update, const Slot& slot) {
   return update.rules.keeps_second_moments && slot.squared > 0;
@@ -43,7 +40,7 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
          std::all_of(units.begin(), units.end(), [&](int unit) {
            const std::vector<Flat>& flats = rank.units[unit].flats;
            return std::all_of(flats.begin(), flats.end(), [&](const Flat& flat) {
-             return !flat.trainable || shares_master(rank, flat);
+             return !flat.trainable || !rank.keeps_master(flat);
            });
          });
 }
@@ -123,7 +120,7 @@ Updates::Updates(Rank& rank, Lanes& lanes, Gradients& gradients)
 }
 
 void Updates::begin(Update update) {
-  wait();
+  finish(false);
   update_ = std::move(update);
   scalars_ = {};
 }
@@ -144,15 +141,11 @@ void Updates::arrive() {
   }
 }
 
-void Updates::wait() {
+void Updates::finish(bool for_host) {
   for (const UnitState& unit : rank_.units) unit.updated.wait();
-}
-
-void Updates::finish() {
-  wait();
-  const bool sends_back =
-      rank_.cells.updates_on_device() && rank_.cells.optim_rest.tier != Tier::kDevice;
-  if (sends_back && rank_.on_accelerator()) rank_.tiers.computes.synchronize();
+  const bool comes_back = rank_.on_accelerator() && rank_.cells.updates_on_device() &&
+                          rank_.cells.optim_rest.tier != Tier::kDevice;
+  if (for_host && comes_back) rank_.tiers.computes.synchronize();
 }
 
 void Updates::on_lane(const std::vector<int>& units, std::function<void()> work) {
@@ -328,12 +321,12 @@ void Updates::take_edits(Flat& flat, device::Address master, int64_t element, in
 }
 
 device::Address Updates::master_of(Flat& flat, ChunkState& chunk) {
-  if (!shares_master(rank_, flat)) return chunk.optim.back().buffers.front().data();
+  if (rank_.keeps_master(flat)) return chunk.optim.back().buffers.front().data();
   return rest_at(flat, chunk.begin);
 }
 
 device::Address Updates::fetch_master(Flat& flat, ChunkState& chunk) {
-  if (!shares_master(rank_, flat)) {
+  if (rank_.keeps_master(flat)) {
     Buffer& master = chunk.optim.back().buffers.front();
     rank_.traffic.fetch(master, mem::Account::kOptim);
     rank_.traffic.wait_read(master);
@@ -379,7 +372,7 @@ void Updates::tell_changes(const Flat& flat, const ChunkState& chunk) {
   if (chunk.optim.size() == 1) {
     for (const Buffer& buffer : chunk.optim.front().buffers) rank_.traffic.changes(buffer);
   }
-  if (shares_master(rank_, flat)) rank_.traffic.changes(flat.rest().one());
+  if (!rank_.keeps_master(flat)) rank_.traffic.changes(flat.rest().one());
 }
 
 void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
@@ -447,7 +440,7 @@ void Updates::add_run(FlatUpdate& update, Flat& flat, ChunkState& chunk,
   if (!update_.external && !rank_.cells.base) {
     take_edits(flat, master, chunk.begin + begin, range.numel);
   }
-  Published out = writes_back && !shares_master(rank_, flat)
+  Published out = writes_back && rank_.keeps_master(flat)
                       ? publish_from(rest_at(flat, chunk.begin + begin), range, master)
                       : Published{};
   range.param_out = out.written.data;
@@ -530,9 +523,9 @@ void Updates::publish(const PlannedStep& planned) {
   const auto pack = [this, walk, units, joined] {
     for (const int unit : units) {
       for (Flat& flat : rank_.units[unit].flats) {
-        if (!flat.trainable || (shares_master(rank_, flat) && walk->route().local())) continue;
+        if (!flat.trainable || (!rank_.keeps_master(flat) && walk->route().local())) continue;
         Buffer& rest = flat.rest().one();
-        if (shares_master(rank_, flat)) rank_.traffic.changes(rest);
+        if (!rank_.keeps_master(flat)) rank_.traffic.changes(rest);
         rank_.traffic.make_room(rest, mem::Account::kParam);
         const device::Address master =
             joined ? device::Address() : master_of(flat, flat.chunks.front());

@@ -40,10 +40,10 @@ class Updates {
   Updates(Rank& rank, Lanes& lanes, Gradients& gradients);
 
   void begin(Update update);
-  void wait();  // blocks until every unit has its new weights; on a device they may be queued
-  // Also blocks until the host may read and write all state in its memory: a device that updates
-  // state of the host sends it back in its own time.
-  void finish();
+  // Blocks until every unit has its new weights, which on a device may still be queued. `for_host`:
+  // also until the host may read and write the state in its memory, to which a device that updates
+  // it sends it back.
+  void finish(bool for_host = true);
   // Blocks until all resting parameters are in place. Then takes the fingerprints (Flat::left) that
   // later show user edits.
   void arrive();

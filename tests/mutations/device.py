@@ -519,8 +519,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "the host reads state that the device has not sent back",
         "src/exec/updates.cpp",
-        "  if (sends_back && rank_.on_accelerator()) rank_.tiers.computes.synchronize();\n",
-        "  if (sends_back && rank_.on_accelerator()) return;\n",
+        "if (for_host && comes_back)",
+        "if (!for_host && comes_back)",
         late("state or load"),
     ),
     Mutation(

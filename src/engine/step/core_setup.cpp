@@ -278,8 +278,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   if (local && nodes->rank() > 0) be_silent(&blueprint.config);
   engine::check_stages(tree, config, room, external_optimizer);
   choice = engine::choose_tiers(blueprint, room, external_optimizer);
-  const bool writes = group->rank() == 0 && (nodes == nullptr || nodes->rank() == 0);
-  if (writes) std::fputs(choice.c_str(), stderr);
+  if (group->rank() == 0 && (!local || nodes->rank() == 0)) std::fputs(choice.c_str(), stderr);
   set_budgets(tiers, engine::budgets_of(blueprint, room, external_optimizer));
   const Table table = engine::settle(blueprint);
   engine::check_outer(blueprint.config, nodes.get(), loss_scale.needs_scaling());

@@ -557,7 +557,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     driver->finish();
     // If forwards compute with resting parameters, the user may read these right after step().
     if (!config.offload.late_update || executor->table().rests_whole()) {
-      executor->updates().wait();
+      executor->updates().finish(false);
     }
     if (outer) outer->after_update(steps + 1);
   } catch (const StillOpen&) {

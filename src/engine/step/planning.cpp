@@ -117,7 +117,7 @@ void Core::State::Planning::begin_next_step() const {
   if (!state.exchanges || !state.exchanges->recording() || !state.order->done()) return;
   state.exchanges->agree(share_in_stage());
   state.exchanges->put_into(state.model);
-  state.executor->updates().wait();  // a late update still runs lines of the old plan
+  state.executor->updates().finish(false);  // a late update still runs lines of the old plan
   make();
 }
 
@@ -132,7 +132,7 @@ engine::OrderLearner::ShareText Core::State::Planning::share_in_stage() const {
 void Core::State::Planning::follow_wires() const {
   const Table& table = state.executor->table();
   if (wires_of(state.config, table, state.steps + 1) == state.planned_wires) return;
-  state.executor->updates().wait();  // a late update still runs lines of the old plan
+  state.executor->updates().finish(false);  // a late update still runs lines of the old plan
   make();
 }
 
