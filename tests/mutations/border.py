@@ -211,7 +211,7 @@ AT_THE_BORDER = [
     Mutation(
         "a rank that cannot begin tells nobody",
         "python/penstock/front/engine_calls.py",
-        "                ranks.refuse(error)\n",
+        "                ranks.refuse(error, _mesh_of_nodes(*args[1:2], **kwargs))\n",
         "                pass\n",
         Pytest((WAITS, "-k", "begins and model")),
     ),
