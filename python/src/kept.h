@@ -3,8 +3,10 @@
 // of the engines of its parent, but not their threads. To destroy a copy would wait for these
 // threads, and would speak to other ranks in the parent's name. So objects with threads or
 // connections are destroyed only by the process that made them.
-#include <memory>
 #include <unistd.h>
+
+#include <memory>
+#include <utility>
 
 namespace penstock::python {
 

@@ -99,7 +99,7 @@ def test_a_copy_is_freed(name, how, pools, tmp_path):
 
 
 ENDS = """
-import atexit, os, signal, sys, time
+import atexit, os, signal, sys
 import torch
 import penstock
 

@@ -242,9 +242,8 @@ class Profile:
         with warnings.catch_warnings():  # torch 2.11 warns of a second cycle; there is only one
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             self._profiler.start()
-        self.stop = weakref.finalize(
-            self, _stop, self._profiler, os.getpid()
-        )  # once, and at the latest at exit
+        # It runs once, at the latest at exit.
+        self.stop = weakref.finalize(self, _stop, self._profiler, os.getpid())
         self._first = read_mark(0)
 
     def text(self, offset_ns: int) -> str:
