@@ -252,15 +252,17 @@ def test_a_killed_run_leaves_whole_rows(tmp_path):
     run = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
     )
+    rows = tmp_path / "run/metrics.jsonl"
     try:
-        while int(run.stdout.readline()) < 50:
+        # Rows are written by a thread: at a loaded machine it may be many of these short steps late.
+        while int(run.stdout.readline()) < 50 or rows.read_bytes().count(b"\n") < 40:
             pass
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
         run.stdout.close()
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 40
+    steps = [json.loads(line)["step"] for line in rows.open()]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 40
 
 
 @pytest.mark.parametrize(
