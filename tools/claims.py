@@ -60,6 +60,7 @@ CLAIMS = [
         "`tests/device/test_drop_in_devices.py`",
         "tests/device/test_drop_in_devices.py",
     ),
+    ("docs/devices.md", "at most 32 MiB of each", "src/exec/between_nodes.cpp::32 << 20"),
     ("docs/devices.md", "pinned buffers of 8 MiB", "src/device/kernels.cpp::8 << 20"),
     ("docs/tables.md", "for a GPT of 85M", "benchmarks/slow_network.py"),
     ("docs/tables.md", '"grad": "node:int4/64"', "tests/parity/test_wires.py"),

@@ -35,7 +35,7 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       params_(rank_, lanes_),
       gradients_(rank_, lanes_),
       updates_(rank_, lanes_, gradients_),
-      values_(rank_, gradients_, updates_),
+      values_(rank_, lanes_, gradients_, updates_),
       activations_(rank_.cells.act_hold.tier, tiers.computes),
       lanes_(rank_.table, tiers.computes, group.size() > 1 && !group.device_groups()) {
   lanes_.connected = rank_.connected;

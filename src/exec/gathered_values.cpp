@@ -15,6 +15,7 @@
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 #include "src/device/wire_codec.h"
+#include "src/exec/between_nodes.h"
 #include "src/exec/delta_base.h"
 
 namespace penstock::exec {
@@ -41,8 +42,16 @@ at::Tensor GatheredValues::whole(Placement place, const void* own, const Flat& f
   return full;
 }
 
+bool GatheredValues::through_devices(const Placement& place) const {
+  return !devices_fail_ && meets_between_nodes(rank_, place);
+}
+
 void GatheredValues::gather(const Placement& from, const char* own, const Flat& flat,
                             const std::string& label, char* full) {
+  if (through_devices(from)) {
+    const FlatShard shard{from, const_cast<char*>(own), flat.numel};
+    return gather_between_nodes(rank_, lanes_, shard, label, full, Dtype::kFp32);
+  }
   Placement place = from, wanted = rank_.whole();
   place.tier = Tier::kDevice;
   wanted.dtype = Dtype::kFp32;
@@ -102,6 +111,9 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
   if (kept == nullptr) own_masters(flat, own);
   if (everywhere) {
     gather(place, kept == nullptr ? own : values, flat, label, room);
+  } else if (through_devices(place)) {
+    const FlatShard shard{place, kept == nullptr ? own : values, flat.numel};
+    gather_between_nodes(rank_, lanes_, shard, label, arrives ? room : nullptr, place.dtype);
   } else {
     if (kept != nullptr && arrives) std::memcpy(own, values, part_bytes);
     rank_.channels.stage().collect(label, owners(place, rank_.mesh, rank_.group.rank()),

@@ -17,16 +17,22 @@ namespace penstock::exec {
 
 class GatheredValues {
  public:
-  GatheredValues(Rank& rank, Gradients& gradients, Updates& updates)
-      : rank_(rank), gradients_(gradients), updates_(updates) {}
+  // The objects must outlive this one. No method may be called before all of them exist.
+  GatheredValues(Rank& rank, Lanes& lanes, Gradients& gradients, Updates& updates)
+      : rank_(rank), lanes_(lanes), gradients_(gradients), updates_(updates) {}
 
   // [stage] Gathers the flat's masters (or the resting parameters of a frozen flat) into `room`, on
   // every rank or on the first data rank. On these ranks, `room` must have space for numel fp32
   // elements. On other ranks, it must have space for the rank's part. Returns the dtype of the
   // gathered values.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);
-  at::Tensor resting(int unit, int flat);   // [stage] the resting parameters, in fp32
-  void renew() { rank_.channels.renew(); }  // must follow Group::renew()
+  at::Tensor resting(int unit, int flat);  // [stage] the resting parameters, in fp32
+  // Must follow Group::renew(). From then on, values travel through host memory only, because the
+  // connections of the devices may have been aborted.
+  void renew() {
+    rank_.channels.renew();
+    devices_fail_ = true;
+  }
   at::Tensor gradient(int unit, int flat);  // [stage] the accumulated gradient, in fp32
   // [tensor ranks] Returns the full tensor of a cut parameter, joined from every rank's part, with
   // the dtype and the device of `part`. Returns `part` if the parameter is not cut.
@@ -81,13 +87,17 @@ class GatheredValues {
   void own_masters(Flat& flat, char* to);
   void gather(const Placement& place, const char* own, const Flat& flat, const std::string& label,
               char* full);
+  // Returns whether values with this placement are gathered as [Note: Values between nodes] says.
+  bool through_devices(const Placement& place) const;
   void set_rest(Flat& flat, const Placement& from, char* values, const std::string& label);
   void doubt(const UnitState& unit, const Flat& flat, Buffer& own, device::Address seen);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
 
   Rank& rank_;
+  Lanes& lanes_;
   Gradients& gradients_;
   Updates& updates_;
+  bool devices_fail_ = false;
 };
 
 }  // namespace penstock::exec

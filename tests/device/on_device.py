@@ -53,7 +53,7 @@ def start(strategy: str, **config: Any) -> tuple[Any, Callable[[], None]]:
     torch.manual_seed(0)
     schedule(0)
     place = device()
-    case = Case(strategy)
+    case = Case(strategy, world=dist.get_world_size())
     engine = penstock.initialize(training.moved(models.Gpt(), place), case.config() | config)
     batch = models.batches("gpt", 1, case.samples)[0]
 

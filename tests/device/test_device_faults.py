@@ -53,14 +53,14 @@ def test_fault(name, strategy, offload, device_pools):
     faults.check(name, strategy, 1, device_pools, accelerated=True, offload=OFFLOAD[offload])
 
 
-def start(strategy, offload):
+def start(strategy, offload, mesh=None):
     """An engine with a timeout that nobody waits for, and a call that makes a step of it."""
-    return on_device.start(strategy, comm={"timeout_s": 300}, offload=offload)
+    return on_device.start(strategy, comm={"timeout_s": 300}, offload=offload, mesh=mesh or {})
 
 
-def raise_on_one(where, strategy, offload):
-    """Rank 1 raises in a step; both close their engines."""
-    engine, step = start(strategy, offload)
+def raise_on_one(where, strategy, offload, mesh=None):
+    """Rank 1 raises in a step; all close their engines."""
+    engine, step = start(strategy, offload, mesh)
     step()
     before = engine.state_dict(rank0_only=False)
     said = "trained"

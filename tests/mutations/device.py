@@ -27,6 +27,7 @@ STAGE_LANES = "src/engine/mesh/stage_lanes.cpp"
 ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
 DEVICE_STEP = "src/optim/device_step.cpp"
 CORE = "python/src/core.cpp"
+NODES = "src/exec/between_nodes.cpp"
 
 
 def mesh(case: str) -> Pytest:
@@ -35,6 +36,10 @@ def mesh(case: str) -> Pytest:
 
 def late(case: str) -> Pytest:
     return Pytest(("tests/device/test_device_late_copies.py", "-k", case), ("_sim",))
+
+
+def nodes(case: str) -> Pytest:
+    return Pytest(("tests/device/test_device_nodes.py", "-k", case), ("_sim",))
 
 
 BUDGETS = Pytest((PROFILE, "-k", "zero3_groups"), ("_sim",))
@@ -529,5 +534,26 @@ BESIDE_A_DEVICE = [
         "std::async(std::launch::async, [one]",
         "std::async(std::launch::deferred, [one]",
         Pytest((FAULTS, "-k", "killed"), ("_sim",)),
+    ),
+    Mutation(
+        "each piece of a gather between nodes overwrites the first",
+        NODES,
+        "char* const to = full + (i * numel + begin)",
+        "char* const to = full + (i * numel)",
+        nodes("pieces"),
+    ),
+    Mutation(
+        "values between nodes are gathered in host memory",
+        NODES,
+        "return rank.connected && !place.partial()",
+        "return !rank.connected && !place.partial()",
+        nodes("zero3"),
+    ),
+    Mutation(
+        "after a fault, values are gathered over connections that are aborted",
+        "src/exec/gathered_values.h",
+        "    devices_fail_ = true;\n",
+        "",
+        nodes("fault"),
     ),
 ]

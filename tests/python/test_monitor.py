@@ -254,7 +254,7 @@ def test_a_killed_run_leaves_whole_rows(tmp_path):
     )
     rows = tmp_path / "run/metrics.jsonl"
     try:
-        # Rows are written by a thread: at a loaded machine it may be many of these short steps late.
+        # A thread writes the rows; on a loaded machine it may be many of these short steps late.
         while int(run.stdout.readline()) < 50 or rows.read_bytes().count(b"\n") < 40:
             pass
     finally:
