@@ -80,7 +80,7 @@ TEST(Activations, WhatAHangingReadMayStillFillIsNotUsedAgain) {
   HeldReads::Gate gate;
   mem::DiskOptions options;
   options.paths = {std::filesystem::temp_directory_path()};
-  options.stall_s = 0.2;
+  options.stall_s = 2.0;
   options.make_io = [&] { return std::make_unique<HeldReads>(gate); };
   Activations acts(Tier::kDisk);
   acts.open_disk(options);

@@ -45,7 +45,7 @@ std::vector<std::string> last_calls(const std::vector<std::string>& faults, int 
   for (size_t rank = 0; rank < faults.size(); ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        answers[rank] = ranks[rank]->last_call(faults[rank], std::chrono::milliseconds(300));
+        answers[rank] = ranks[rank]->last_call(faults[rank], std::chrono::seconds(3));
       } catch (const std::exception& error) {
         answers[rank] = std::string("!") + error.what();
       }

@@ -49,7 +49,7 @@ Members pair(const Group& group) { return {{0, 1}, group.rank()}; }
 TEST(Watchdog, ChannelsWaitOnTheBoardAndErrorsShowThePlansLastLines) {
   WatchOptions quiet;
   quiet.warn = milliseconds(0);
-  const auto groups = Group::threads(2, milliseconds(300), quiet);
+  const auto groups = Group::threads(2, milliseconds(3000), quiet);
   groups[0]->board()->log("forward u1 (h.0)", true);
   Channel channel(*groups[0], "gather");
   channel.set_step(3);

@@ -141,7 +141,7 @@ def test_a_process_that_ends_is_noticed_at_once():
     pool = Pool(2)
     try:
         pool.start(leave_on_one)
-        said = pool.outcomes({0}, 60)
+        said = pool.outcomes({0}, 180)
         assert said and said[0].startswith("RuntimeFault: "), said
         assert "rank 1 is dead or stopped" in said[0]
     finally:

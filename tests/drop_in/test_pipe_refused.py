@@ -18,7 +18,7 @@ def hands_on_text() -> str:
     ds = pipes.deepspeed()
     layers = [torch.nn.Embedding(41, 16), lambda x: (x, "text"), torch.nn.Linear(16, 16)]
     model = ds.pipe.PipelineModule(layers, num_stages=2)
-    config = pipes.config_of(penstock={"comm": {"timeout_s": 3}})
+    config = pipes.config_of(penstock={"comm": {"timeout_s": 12}})
     engine = ds.initialize(model=model, config=config)[0]
     try:
         engine.train_batch(pipes.batches("modules", 0, 0))

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from outer_nodes import (
@@ -207,6 +208,8 @@ def dies(settings: dict[str, Any]) -> str:
     engine = start(settings)
     try:
         for step in range(EVERY):
+            if step == 1:
+                ranks.note("trains")
             if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             step_of(engine, step)
@@ -218,6 +221,7 @@ def dies(settings: dict[str, Any]) -> str:
 def test_a_rank_that_dies(pools):
     pool = pools(4)
     pool.start(dies, settings_of("zero2", 2))
+    pool.notes("trains", 240)
     began = time.monotonic()
     got = pool.outcomes({0, 1, 2}, 60)
     pool.kill()

@@ -71,7 +71,7 @@ def _start(folder: pathlib.Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def _wait_until_idle(folder: pathlib.Path, daemons: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
     words = ["sinfo", "--noheader", "--format=%t"]
     while True:

@@ -35,7 +35,7 @@ runpy.run_module("penstock", run_name="__main__")
 """
 
 
-def wait_for(condition, seconds=60.0):
+def wait_for(condition, seconds=240.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing came"

@@ -207,4 +207,4 @@ def trains_beside_garbage():
 
 
 def test_workers_of_a_loader_collect(pools):
-    assert pools(2).run(trains_beside_garbage, timeout=60) == [11.5, 11.5]
+    assert pools(2).run(trains_beside_garbage) == [11.5, 11.5]

@@ -213,7 +213,7 @@ here = pathlib.Path(__file__).parent
 torch.manual_seed(0)
 layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(3)]
 engine = penstock.initialize(torch.nn.Sequential(*layers), {
-    "strategy": "zero3", "monitor": {"path": str(here / "run")}, "comm": {"timeout_s": 120},
+    "strategy": "zero3", "monitor": {"path": str(here / "run")}, "comm": {"timeout_s": 600},
     "schedule": {"type": "linear", "total_steps": 10},
 })
 for step in range(8):
@@ -227,7 +227,7 @@ engine.close()
 """
 
 
-def wait_for(condition, seconds=90.0):
+def wait_for(condition, seconds=240.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "nothing came"
@@ -277,7 +277,7 @@ class Terminal:
             start_new_session=True,
         )
 
-    def read(self, part, seconds=60.0):
+    def read(self, part, seconds=240.0):
         """Until that comes."""
         end = time.monotonic() + seconds
         while part not in self.text:

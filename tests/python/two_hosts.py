@@ -89,7 +89,7 @@ def _drop_networks(had_netns: bool) -> None:
 
 def _wait_for(host: str) -> None:
     """Until its sshd listens."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     address = ADDRESSES[host]
     words = inside(host, "bash", "-c", f"exec 3<>/dev/tcp/{address}/22")
     while subprocess.run(words, capture_output=True).returncode != 0:
