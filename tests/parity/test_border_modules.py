@@ -335,7 +335,7 @@ class Unequal(Net):
 
 
 def units_that_ranks_run_unequally():
-    comm = {"timeout_s": 12, "bucket_bytes": 0}
+    comm = {"timeout_s": 3, "bucket_bytes": 0}
     model = models.fill(Unequal())
     engine = start("zero3", model=model, comm=comm, units={"modules": ["Linear"]})
     try:
