@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -236,8 +237,12 @@ def finds_another_order() -> list[bool]:
             time.sleep(0.01)
         ended.append(all(work.is_completed() for work in works))
         dist.barrier()
-        for group in groups:
-            _backend(group).abort()
+        # Together: an abort waits for the device's collectives of other groups.
+        aborts = [threading.Thread(target=_backend(group).abort) for group in groups]
+        for abort in aborts:
+            abort.start()
+        for abort in aborts:
+            abort.join()
         torch.accelerator.synchronize()
     return ended
 
