@@ -65,7 +65,7 @@ def test_ranks_that_do_not_connect(how):
     finally:
         pool.kill()
     assert said.startswith("RuntimeFault: ") and "did not connect" in said, said
-    assert "rank 1" in said and seconds < 60
+    assert "rank 1" in said and seconds < 15
 
 
 def close_alone(waits):

@@ -27,7 +27,7 @@ from training import Case
 WORLD, CULPRIT = 4, 2
 TIMEOUT_S = 12
 # For two shared cores to schedule the last of the ranks.
-SLACK_S = 60
+SLACK_S = 8
 FIRST, LAST = 4, 6  # step of the fault, and of the run if nothing comes of it
 EVERY = frozenset([*cases.STRATEGIES, *cases.NODE_STRATEGIES])
 FREES_PARAMS = frozenset(["zero3", "hpz", "mics"])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import Failure
 from torch import nn
 
-WORLD, TIMEOUT_S, SLACK_S = 2, 12, 100
+WORLD, TIMEOUT_S, SLACK_S = 2, 12, 20
 FULL_FROM = 3  # step
 CASES = {
     # When, on which ranks, and what the error of a rank says whose disk is full.

@@ -180,6 +180,7 @@ def test_a_broken_connection_ends_the_run(run):
     clients[0].kill()
     _, err = process.communicate(timeout=240)
     assert process.returncode in (255, 128 + signal.SIGKILL), err
+    assert not run.survivors()
 
 
 def test_a_lost_host_is_done_without(run, request):

@@ -206,7 +206,8 @@ def test_a_slow_callback_holds_nobody_up():
         go.wait(240)
         seen.append(row["step"])
 
-    engine = penstock.initialize(model(), {"optimizer": {"lr": 0.25, "type": "SGD"}})
+    settings = {"strategy": "zero2", "optimizer": {"lr": 0.25, "type": "SGD"}}
+    engine = penstock.initialize(model(), settings)
     engine.on_step(slow)
     for _ in range(5):
         engine.backward(engine(torch.randn(4, 64)).square().mean())
