@@ -13,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from ports import free_port
+
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 _PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
 _CONFIG = """
@@ -56,13 +58,6 @@ def why_not() -> str:
     return f"not installed: {', '.join(missing)}" if missing else ""
 
 
-def _ports() -> list[int]:
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1], other.getsockname()[1]]
-
-
 def _start(folder: pathlib.Path, *words: str) -> subprocess.Popen[bytes]:
     program = shutil.which(words[0], path=_PATH) or words[0]
     log = open(folder / f"{words[0]}.out", "wb")
@@ -100,7 +95,8 @@ def one_node_slurm() -> Iterator[dict[str, str]]:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        config = _CONFIG.format(folder=folder, host=socket.gethostname(), ports=_ports())
+        ports = [free_port(), free_port()]
+        config = _CONFIG.format(folder=folder, host=socket.gethostname(), ports=ports)
         (folder / "slurm.conf").write_text(config, encoding="ascii")
         files = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid"}
         files["seed-file"] = "seed"

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 
 import psutil
 import pytest
 from conftest import shared_memory
+from ports import free_port
 
 # Set for all that a test starts, so that survivors can be found by it.
 MARK = "PENSTOCK_TEST_MARK"
@@ -115,9 +115,7 @@ def test_what_is_measured(ranks, folder):
 
 
 def test_across_nodes(folder):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     nodes = [
         start(
             folder, "run", "--nproc", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint",

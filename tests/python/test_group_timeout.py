@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch import nn
 
 import penstock
@@ -255,10 +255,7 @@ print("FOUND", json.dumps(found), flush=True)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drop_in")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     env = {name: str(value) for name, value in place.items()}
     env |= {"MASTER_ADDR": "127.0.0.1", "PENSTOCK_AS_DEEPSPEED": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 
 import psutil
 import pytest
+from ports import free_port
 
 # Set by each test for its ranks, so that survivors can be found by it.
 MARK = "PENSTOCK_TEST_MARK"
@@ -134,9 +134,7 @@ def test_second_node_needs_an_endpoint(launcher):
 
 
 def test_two_nodes_meet_at_the_endpoint(launcher):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     script = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))"
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
     nodes = [launcher.start(script, *options, str(node)) for node in range(2)]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
 import psutil
+from ports import free_port
 
 SAY = """
 import os, sys
@@ -40,12 +40,6 @@ def finish(process) -> tuple[int, str, str]:
     finally:
         process.kill()
     return process.returncode, out, err
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def test_the_deepspeed_command(tmp_path):

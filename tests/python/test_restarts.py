@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import time
 import psutil
 import pytest
 import torch
+from ports import free_port
 
 NUM_KILLS, NUM_KILLS_FULL = 1, 20
 STEPS = 30
@@ -177,12 +177,6 @@ def test_resume_says_what_auto_means(script, tmp_path):
         launch(script, tmp_path, "--resume", str(tmp_path / "ck" / "step-5"), steps=12)
     )
     assert "at 0" in finish(launch(script, tmp_path, "--resume", "never", steps=12))
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def test_a_lost_node_is_done_without(script, tmp_path):
