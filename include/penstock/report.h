@@ -19,6 +19,12 @@ struct LedgerEntry {
   int64_t device = 0, host = 0;  // the peaks of `total`, by tier
   int64_t memory = 0;            // peak of device and host together; budgets on the CPU limit it
   int64_t act = 0;  // measured only: inputs of recomputed units in host memory; not in `total`
+  // Peak bytes of the tensors with which the model computes on the device: what a forward keeps for
+  // its backward, gradients between layers, logits, messages. Known after two steps, as of the
+  // second one; 0 before, and if several engines of one process made their first steps at once.
+  int64_t activations = 0;
+  // Predicted only, 0 while `activations` is: the peaks of `device` and `memory` with activations.
+  int64_t step_device = 0, step_memory = 0;
   int64_t exchanges = 0;  // exchanges with peers in one step; measured: in the last step
 };
 // What the memory of this process consists of now, in bytes. The parts are not exact: `heap` also

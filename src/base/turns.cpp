@@ -127,9 +127,9 @@ std::string difference(const Standing& asks, const Standing& own, const RankStat
   return concat(kDifference, name(asks.rank), " waits in `", asks.collective, "`, but ",
                 name(own.rank), " is in `", lane->line.text, "` (both: collective ", asks.sequence,
                 " of lane ", asks.lane, ", step ", lane->line.step, "). ",
-                off_plan ? "The ranks run units in different orders, at least one of them not "
-                           "the order of step one. Run the units in the same order on every "
-                           "rank, or use \"zero2\", which keeps parameters whole"
+                off_plan ? concat("The ranks run units in different orders, at least one of them "
+                                  "not the order of step one. To prevent this, ",
+                                  kUnequalUnits)
                          : "Make the same calls on every rank, in the same order");
 }
 

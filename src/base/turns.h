@@ -29,6 +29,13 @@ struct Turn {
 // its units in an order for which there is no plan.
 inline constexpr const char* kOffPlan = " off plan";
 
+// The advice of every error that says that ranks run units in different orders or different numbers
+// of times. It follows "To prevent this, " or similar words.
+inline constexpr const char* kUnequalUnits =
+    "run the units in the same order and equally often on every rank, or keep their modules in the "
+    "root: leave them out of \"units.modules\", and set a larger \"units.layer_bytes\". With "
+    "\"zero2\", which keeps parameters whole, the ranks may run units in any order";
+
 // What a rank says about itself: its last turns, and the collective in which it waits.
 struct Standing {
   int rank = 0;

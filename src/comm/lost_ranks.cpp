@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "src/base/text.h"
+#include "src/base/turns.h"
 #include "src/comm/timeouts.h"
 
 namespace penstock::comm {
@@ -172,10 +173,9 @@ std::string LostRanks::collect(const std::string& error) {
   std::string verdict =
       concat(join(failed, "; "), "; rank ", rank_, " failed at ", here(), ": ", error);
   if (all_answer && elsewhere) {
-    verdict +=
-        ". If these ranks run modules in different orders or different numbers of times, keep "
-        "these modules in the root: leave them out of \"units.modules\", and set a larger "
-        "\"units.layer_bytes\"";
+    verdict += concat(
+        ". If these ranks run modules in different orders or different numbers of times, ",
+        kUnequalUnits);
   }
   if (!all_answer) decide(verdict);
   return verdict;

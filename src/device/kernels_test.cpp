@@ -17,8 +17,8 @@ constexpr int64_t kNumel = 1 << 16;
 // Counts the bytes that torch allocates on the CPU while this object exists.
 class CountedAllocations final : public c10::Allocator {
  public:
-  CountedAllocations() : before_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this, 100); }
-  ~CountedAllocations() override { c10::SetCPUAllocator(before_, 100); }
+  CountedAllocations() : before_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this); }
+  ~CountedAllocations() override { c10::SetCPUAllocator(before_); }
   CountedAllocations(const CountedAllocations&) = delete;
   CountedAllocations& operator=(const CountedAllocations&) = delete;
 

@@ -30,6 +30,20 @@ struct LayerExchange {
   bool operator==(const LayerExchange&) const = default;
 };
 
+// The memory of tensors that the engine does not allocate, from one event of a unit to the next: the
+// most bytes beyond those at the beginning, and the difference between end and beginning.
+struct TensorStretch {
+  int64_t over = 0, change = 0;
+  bool operator==(const TensorStretch&) const = default;
+};
+
+// The stretches that end when the unit's forward or backward begins or ends. All are 0 until step
+// two has shown them ([Note: Memory of activations]).
+struct UnitTensors {
+  TensorStretch forward_begin, forward_end, backward_begin, backward_end;
+  bool operator==(const UnitTensors&) const = default;
+};
+
 struct UnitDesc {
   std::string name;
   std::vector<FlatDesc> flats;
@@ -40,6 +54,7 @@ struct UnitDesc {
   // backward, the exchanges of that second run are in `in_backward`. Empty until step one has shown
   // them.
   std::vector<LayerExchange> in_forward{}, in_backward{};
+  UnitTensors tensors{};  // of one micro-batch
   bool operator==(const UnitDesc&) const = default;
 };
 

@@ -228,6 +228,7 @@ void Core::State::Closing::give_back(int unit) {
 std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
+  if (activation_memory) activation_memory->stop();
   if (faulted) Observer{*this}.dump("close");  // writes the last events before the error
   Observer{*this}.end();
   // A background save reads buffers that are freed below, so it must end first.

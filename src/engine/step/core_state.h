@@ -85,6 +85,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   ModelDesc model;
   std::string choice;  // the alternatives and the choice of `offload: "auto"`; else ""
   std::optional<exec::Executor> executor;
+  std::optional<engine::ActivationMemory> activation_memory;
   std::optional<engine::Driver> driver;
   std::optional<engine::OuterStep> outer;  // set if nodes train on their own
   TableWires planned_wires;                // of the driver's plans

@@ -52,8 +52,8 @@ bool exchanges_data(const Step& step) {
 
 }  // namespace
 
-Driver::Driver(exec::Executor& executor)
-    : executor_(executor), recorder_(*executor.traffic().tiers().recorder) {
+Driver::Driver(exec::Executor& executor, ActivationMemory& memory)
+    : executor_(executor), memory_(memory), recorder_(*executor.traffic().tiers().recorder) {
   const size_t num_units = executor.units().size();
   began_ns_.assign(num_units, 0);
   for (size_t unit = 0; unit < num_units; ++unit) {
@@ -88,6 +88,8 @@ void Driver::begin(Section section, int action) {
   section_ = section;
   next_ = 0;
   running_ = true;
+  memory_.begin_section();
+  if (section == Section::kForward) memory_.begin_window();
   if (is_backward(section)) backward_ns_ = trace::now_ns();
   std::fill(done_.begin(), done_.end(), false);
   const bool goes_on = is_backward(section) || section == Section::kForwardNext;
@@ -130,6 +132,12 @@ int Driver::computing() const {
   return innermost;
 }
 
+void Driver::measure(Op op, int unit, bool ends) {
+  if (running_ && (is_training_forward(section_) || is_backward(section_))) {
+    memory_.event(op, unit, ends);
+  }
+}
+
 // Records a compute event. Forward events nest like calls. Backward events follow each other. An
 // entered unit may wait while autograd works on a different unit, so an event begins at the end of
 // the previous unit's backward.
@@ -149,6 +157,7 @@ void Driver::enter(Op op, int unit) {
     executor_.params().require(unit);
     return;
   }
+  measure(op, unit, false);
   const size_t at = running_ ? find(op, unit, false) : kNotFound;
   if (at != kNotFound) {
     pass(at);
@@ -166,6 +175,7 @@ void Driver::leave(Op op, int unit) {
   const bool entered = active_[unit] > 0;
   active_[unit] = op == Op::kBackward ? 0 : std::max(0, active_[unit] - 1);
   if (active_[unit] > 0) return;
+  measure(op, unit, true);
   compute_ends(op, unit);
   if (op == Op::kBackward) done_[unit] = true;
   if (running_) {
@@ -198,6 +208,7 @@ void Driver::leave(Op op, int unit) {
 
 void Driver::pause(int unit) {
   active_[unit] = 0;
+  measure(Op::kBackward, unit, true);
   if (running_) run_moves();
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);
 }

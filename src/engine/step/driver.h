@@ -17,6 +17,7 @@
 #include <optional>
 #include <vector>
 
+#include "src/engine/step/activation_memory.h"
 #include "src/exec/executor.h"
 #include "src/plan/planner.h"
 
@@ -35,7 +36,8 @@ struct PlanName {
 
 class Driver {
  public:
-  explicit Driver(exec::Executor& executor);
+  // `memory`: is told of the events of training sections.
+  Driver(exec::Executor& executor, ActivationMemory& memory);
 
   void set_plan(const PlanName& name, const Plan& plan);
   // Begins the next section of the window. Finishes the previous section if an exception cut it
@@ -92,9 +94,11 @@ class Driver {
   void pump();  // runs queued gradient moves whose units are complete
   bool complete(const exec::PlannedStep& planned) const;
   void release(int unit);
+  void measure(Op op, int unit, bool ends);
   void compute_ends(Op op, int unit);
 
   exec::Executor& executor_;
+  ActivationMemory& memory_;
   trace::Recorder& recorder_;
   std::array<std::vector<trace::Text>, 2>
       computes_;                   // texts of forward and backward events, by unit

@@ -111,6 +111,7 @@ void Core::State::Planning::add_exchange(const LayerExchange& made,
 
 void Core::State::Planning::begin_next_step() const {
   ++state.steps;
+  state.activation_memory->end_step(state.model);
   if (state.model_ranks.stages) {
     state.model.boundary_bytes = state.model_ranks.stages->message_bytes();
   }

@@ -26,6 +26,11 @@ LedgerEntry entry_of(const Ledger& ledger) {
     entry.total += tier.total;
   }
   entry.memory = ledger.in_memory;
+  entry.activations = ledger.tensors.own;
+  if (entry.activations > 0) {
+    entry.step_device = ledger.tensors.device;
+    entry.step_memory = ledger.tensors.in_memory;
+  }
   entry.exchanges = ledger.exchanges;
   return entry;
 }
@@ -79,6 +84,7 @@ LedgerReport Report::ledger() const {
                      resident.heap,      resident.heap_free};
   activations::Activations& activations = state_->executor->activations();
   report.measured.act = activations.peak_bytes();
+  report.measured.activations = state_->activation_memory->peak();
   report.measured.exchanges = state_->executor->exchanges();
   report.measured.disk += activations.disk_bytes();
   return report;

@@ -42,15 +42,23 @@ class Meter {
     int64_t* const by_use[kNumUses] = {&peak.param, &peak.grad, &peak.optim, &peak.buffers};
     int64_t& own = *by_use[static_cast<size_t>(held.use)];
     own = std::max(own, now);
-    int64_t total = 0;
-    for (const int64_t bytes : now_[static_cast<size_t>(held.tier)]) total += bytes;
-    peak.total = std::max(peak.total, total);
+    total_now_[static_cast<size_t>(held.tier)] += held.bytes;
+    peak.total = std::max(peak.total, total_now_[static_cast<size_t>(held.tier)]);
     raise(lately_, now_);
     if (held.tier == Tier::kDisk) return;
     in_memory_now_ += held.bytes;
     in_memory = std::max(in_memory, in_memory_now_);
+    raise_tensors(0);
   }
   void free(const Held& held) { add({held.tier, held.use, -held.bytes}); }
+  // The model's own tensors on the device take `stretch`. Stretches that were measured in one
+  // micro-batch may free more than the micro-batch took.
+  void compute(const TensorStretch& stretch) {
+    raise_tensors(stretch.over);
+    tensors_now_ = std::max<int64_t>(0, tensors_now_ + stretch.change);
+    raise_tensors(0);
+  }
+  void end_tensors() { tensors_now_ = 0; }
 
   const Bytes& now() const { return now_; }
   // Returns the peak of each entry since the last call.
@@ -58,10 +66,20 @@ class Meter {
 
   std::array<MemoryPeak, kNumTiers> peaks{};
   int64_t in_memory = 0;  // peak of device and host together
+  TensorPeak tensors;
 
  private:
+  void raise_tensors(int64_t over) {
+    const int64_t now = tensors_now_ + over;
+    tensors.own = std::max(tensors.own, now);
+    tensors.device =
+        std::max(tensors.device, now + total_now_[static_cast<size_t>(Tier::kDevice)]);
+    tensors.in_memory = std::max(tensors.in_memory, now + in_memory_now_);
+  }
+
   Bytes now_{}, lately_{};
-  int64_t in_memory_now_ = 0;
+  std::array<int64_t, kNumTiers> total_now_{};
+  int64_t in_memory_now_ = 0, tensors_now_ = 0;
 };
 
 }  // namespace penstock

@@ -20,9 +20,17 @@ struct MemoryPeak {
   int64_t total = 0;                                    // peak of the sum
 };
 
+// Peak bytes of the tensors with which the model computes, and of these tensors together with the
+// engine's memory on the device, and in device and host. If their sizes are not known yet, `own` is
+// 0 ([Note: Memory of activations]).
+struct TensorPeak {
+  int64_t own = 0, device = 0, in_memory = 0;
+};
+
 struct Ledger {
   std::array<MemoryPeak, kNumTiers> tier;  // by Tier
   int64_t in_memory = 0;                   // peak of device and host together
+  TensorPeak tensors;
   // Bytes that this rank sends in one training step: phase ("forward" "backward" "update") -> link
   // -> bytes. Links: "node" (between nodes), "local" (inside a node), "pipeline" (between stages),
   // "device-host", "host-disk".

@@ -195,6 +195,35 @@ TEST(SimulatorTest, LayersSendWhatTheySentInStepOne) {
   EXPECT_EQ(by_line, (std::vector<int64_t>{100, 30, 7, 100, 30, 7, 100, 30, 7}));
 }
 
+// On one rank with fp32 parameters and Adam, 36,864 bytes rest. The forward of the large unit takes
+// the most tensors: 1,000 that the small unit keeps, and 20,000 for a moment.
+TEST(SimulatorTest, TensorsOfTheModelComeOnTop) {
+  ModelDesc model = two_blocks(Dtype::kFp32);
+  model.units[0].tensors = {.forward_begin = {200, 0},
+                            .forward_end = {5000, 1000},
+                            .backward_begin = {},
+                            .backward_end = {300, -1000}};
+  model.units[1].tensors = {.forward_begin = {},
+                            .forward_end = {20000, 2000},
+                            .backward_begin = {7000, 500},
+                            .backward_end = {100, -2400}};
+  const Table table = preset("ddp", {.accumulate = true});
+  for (const int num_micro : {1, 2}) {
+    const Plan plan = plan_step(table, model, {}, num_micro);
+    const Ledger ledger = simulate(plan, table, model, {});
+    // The 100 bytes that the user keeps of a micro-batch are there in the next one.
+    const int64_t kept = 100 * (num_micro - 1);
+    EXPECT_EQ(ledger.tensors.own, 21000 + kept);
+    EXPECT_EQ(ledger.tier[0].total, 36864 + 12288) << "without these tensors";
+    // In the second forward, the gradients of the first micro-batch are there, too.
+    EXPECT_EQ(ledger.tensors.device, 36864 + 21000 + kept + (num_micro - 1) * 12288);
+    EXPECT_EQ(ledger.tensors.in_memory, ledger.tensors.device);
+  }
+  model.units[0].tensors = model.units[1].tensors = {};
+  const Ledger unknown = simulate(plan_step(table, model, {}, 1), table, model, {});
+  EXPECT_EQ(unknown.tensors.own, 0);
+}
+
 TEST(SimulatorTest, OneRankSendsNothing) {
   for (const std::string& name : preset_names()) {
     const Table table = preset(name, {.precision = Dtype::kBf16});
