@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import sys
+import os
 from typing import Any
 
 import torch
@@ -129,6 +129,8 @@ def main() -> None:
     if options.worker:
         run_rank(work, options)
         return
+    # glibc keeps much of the memory of freed tensors, so that a resident peak would tell little.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     print(machine())
     print(f"{'MiB':<28}{'activations':>12}{'predicted':>11}{'measured':>10}{'ratio':>7}")
     everything = {}

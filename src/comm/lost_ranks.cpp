@@ -173,9 +173,9 @@ std::string LostRanks::collect(const std::string& error) {
   std::string verdict =
       concat(join(failed, "; "), "; rank ", rank_, " failed at ", here(), ": ", error);
   if (all_answer && elsewhere) {
-    verdict += concat(
-        ". If these ranks run modules in different orders or different numbers of times, ",
-        kUnequalUnits);
+    verdict +=
+        concat(". If these ranks run modules in different orders or different numbers of times, ",
+               kUnequalUnits);
   }
   if (!all_answer) decide(verdict);
   return verdict;

@@ -1,8 +1,8 @@
 #include "src/device/tensor_memory.h"
 
+#include <malloc.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <malloc.h>
 
 #include <algorithm>
 #include <atomic>

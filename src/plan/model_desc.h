@@ -30,8 +30,8 @@ struct LayerExchange {
   bool operator==(const LayerExchange&) const = default;
 };
 
-// The memory of tensors that the engine does not allocate, from one event of a unit to the next: the
-// most bytes beyond those at the beginning, and the difference between end and beginning.
+// The memory of tensors that the engine does not allocate, from one event of a unit to the next:
+// the most bytes beyond those at the beginning, and the difference between end and beginning.
 struct TensorStretch {
   int64_t over = 0, change = 0;
   bool operator==(const TensorStretch&) const = default;

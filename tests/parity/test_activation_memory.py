@@ -1,4 +1,4 @@
-"""The ledger's activations: the sizes that torch's rules give, on any mesh, and nothing by guess."""
+"""The ledger's activations have the sizes that torch's rules give, on any mesh."""
 
 from __future__ import annotations
 

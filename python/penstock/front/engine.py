@@ -399,15 +399,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         parts: "engine", "libraries", "shared", "heap" (in use) and "heap_free" (freed tensors,
         whose memory malloc keeps). "engine" and "heap" overlap in small buffers. "measured" also
         has "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of
-        offloaded activations in host memory. Before the first forward the size of "act" is unknown,
-        so "act" is not part of the total.
-
-        "activations" is the peak of the tensors with which the model computes: what a forward keeps
-        for its backward, gradients between layers, logits, messages. No other number includes them
-        but "step_device" and "step_memory", the predicted peaks of "device" and "memory" together
-        with activations. The three are measured in the second step and 0 before it. They stay 0 if
-        torch's allocator was replaced, or if several engines of one process made their first two
-        steps at the same time.
+        activations moved to the host, which the total leaves out. "activations" is the peak of the
+        model's tensors in step two; "step_device" and "step_memory" are peaks predicted with them.
         """
         return dict(self._core.report.ledger())
 

@@ -23,7 +23,7 @@ void ActivationMemory::begin_window() {
 }
 
 void ActivationMemory::event(Op op, int unit, bool ends) {
-  if (memory_ == nullptr) return;
+  if (memory_ == nullptr || !trains_) return;
   UnitSums& sums = units_[static_cast<size_t>(unit)];
   Sum& sum = op == Op::kForward ? (ends ? sums.forward_end : sums.forward_begin)
                                 : (ends ? sums.backward_end : sums.backward_begin);

@@ -28,8 +28,12 @@ class ActivationMemory {
 
   // The first forward of an accumulation window begins. Starts to count in the first window.
   void begin_window();
-  // Each forward or backward of one micro-batch must call this before its first event.
-  void begin_section() { ++section_; }
+  // A section of the plan begins. `trains`: it is the forward or backward of a micro-batch. Events
+  // of other sections are ignored, so their stretches become part of the next event's.
+  void begin_section(bool trains) {
+    ++section_;
+    trains_ = trains;
+  }
   // The unit's forward or backward has begun or ended.
   void event(Op op, int unit, bool ends);
   // A step has ended. After step two, gives the stretches to `model` and ends the counting.
@@ -52,7 +56,8 @@ class ActivationMemory {
   const mem::Tiers& tiers_;
   std::unique_ptr<device::TensorMemory> memory_;  // null: not counting
   std::vector<UnitSums> units_;
-  bool over_ = false;  // does not count again
+  bool over_ = false;    // does not count again
+  bool trains_ = false;  // the section does
   int64_t steps_ = 0, section_ = 0;
   int64_t begin_ = 0, last_ = 0;  // bytes at the beginning of the window; at the last event
   int64_t peak_ = 0, measured_ = 0;

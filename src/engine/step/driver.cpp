@@ -88,7 +88,7 @@ void Driver::begin(Section section, int action) {
   section_ = section;
   next_ = 0;
   running_ = true;
-  memory_.begin_section();
+  memory_.begin_section(is_training_forward(section) || is_backward(section));
   if (section == Section::kForward) memory_.begin_window();
   if (is_backward(section)) backward_ns_ = trace::now_ns();
   std::fill(done_.begin(), done_.end(), false);
@@ -132,12 +132,6 @@ int Driver::computing() const {
   return innermost;
 }
 
-void Driver::measure(Op op, int unit, bool ends) {
-  if (running_ && (is_training_forward(section_) || is_backward(section_))) {
-    memory_.event(op, unit, ends);
-  }
-}
-
 // Records a compute event. Forward events nest like calls. Backward events follow each other. An
 // entered unit may wait while autograd works on a different unit, so an event begins at the end of
 // the previous unit's backward.
@@ -157,7 +151,7 @@ void Driver::enter(Op op, int unit) {
     executor_.params().require(unit);
     return;
   }
-  measure(op, unit, false);
+  memory_.event(op, unit, false);
   const size_t at = running_ ? find(op, unit, false) : kNotFound;
   if (at != kNotFound) {
     pass(at);
@@ -175,7 +169,7 @@ void Driver::leave(Op op, int unit) {
   const bool entered = active_[unit] > 0;
   active_[unit] = op == Op::kBackward ? 0 : std::max(0, active_[unit] - 1);
   if (active_[unit] > 0) return;
-  measure(op, unit, true);
+  memory_.event(op, unit, true);
   compute_ends(op, unit);
   if (op == Op::kBackward) done_[unit] = true;
   if (running_) {
@@ -208,7 +202,7 @@ void Driver::leave(Op op, int unit) {
 
 void Driver::pause(int unit) {
   active_[unit] = 0;
-  measure(Op::kBackward, unit, true);
+  memory_.event(Op::kBackward, unit, true);
   if (running_) run_moves();
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);
 }
@@ -338,6 +332,7 @@ void Driver::finish() {
   }
   carries_ = is_followed(section_);
   finishing_ = running_ = false;
+  memory_.begin_section(false);
 }
 
 std::vector<bool> Driver::late() const {
@@ -365,6 +360,7 @@ void Driver::move_late(const std::vector<bool>& late, Section backward) {
 void Driver::abandon() {
   owed_.clear();
   running_ = finishing_ = carries_ = lost_hold_ = false;
+  memory_.begin_section(false);
   std::fill(pinned_.begin(), pinned_.end(), false);
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     active_[unit] = 0;

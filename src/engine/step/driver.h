@@ -94,7 +94,6 @@ class Driver {
   void pump();  // runs queued gradient moves whose units are complete
   bool complete(const exec::PlannedStep& planned) const;
   void release(int unit);
-  void measure(Op op, int unit, bool ends);
   void compute_ends(Op op, int unit);
 
   exec::Executor& executor_;

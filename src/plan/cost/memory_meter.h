@@ -51,12 +51,13 @@ class Meter {
     raise_tensors(0);
   }
   void free(const Held& held) { add({held.tier, held.use, -held.bytes}); }
-  // The model's own tensors on the device take `stretch`. Stretches that were measured in one
-  // micro-batch may free more than the micro-batch took.
-  void compute(const TensorStretch& stretch) {
-    raise_tensors(stretch.over);
-    tensors_now_ = std::max<int64_t>(0, tensors_now_ + stretch.change);
-    raise_tensors(0);
+  // Adds what the model's own tensors take on the device at the visit of a unit. The stretches of
+  // a use before the gradient (kUse) belong to the visit of the gradient.
+  void compute(const Step& visit, const UnitTensors& tensors) {
+    if (visit.mark == Mark::kUse) return;
+    const bool forward = visit.op == Op::kForward;
+    if (visit.mark != Mark::kEnd) add(forward ? tensors.forward_begin : tensors.backward_begin);
+    if (visit.mark != Mark::kBegin) add(forward ? tensors.forward_end : tensors.backward_end);
   }
   void end_tensors() { tensors_now_ = 0; }
 
@@ -69,11 +70,16 @@ class Meter {
   TensorPeak tensors;
 
  private:
+  // Stretches that were measured in one micro-batch may free more than another one took.
+  void add(const TensorStretch& stretch) {
+    raise_tensors(stretch.over);
+    tensors_now_ = std::max<int64_t>(0, tensors_now_ + stretch.change);
+    raise_tensors(0);
+  }
   void raise_tensors(int64_t over) {
     const int64_t now = tensors_now_ + over;
     tensors.own = std::max(tensors.own, now);
-    tensors.device =
-        std::max(tensors.device, now + total_now_[static_cast<size_t>(Tier::kDevice)]);
+    tensors.device = std::max(tensors.device, now + total_now_[static_cast<size_t>(Tier::kDevice)]);
     tensors.in_memory = std::max(tensors.in_memory, now + in_memory_now_);
   }
 

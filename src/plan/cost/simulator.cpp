@@ -105,7 +105,6 @@ class Simulation : StateBytes {
 
   void step(const Plan& plan, size_t index) {
     const Step& step = plan.steps[index];
-    const UnitDesc& unit = model_.units[step.units.empty() ? 0 : step.units[0]];
     switch (step.op) {
       case Op::kMicro:
         phase_ = "forward";
@@ -114,7 +113,7 @@ class Simulation : StateBytes {
         phase_ = "forward";
         wait_update(step.units[0]);
         use(step);
-        compute(step, unit.tensors.forward_begin, unit.tensors.forward_end);
+        meter_.compute(step, model_.units[step.units[0]].tensors);
         look_for_edits(step);
         break;
       case Op::kBackward:
@@ -122,7 +121,7 @@ class Simulation : StateBytes {
         free_all(updating_);
         use(step);
         if (step.mark != Mark::kUse) make_grad(step.units[0], table_.grad_after_backward());
-        compute(step, unit.tensors.backward_begin, unit.tensors.backward_end);
+        meter_.compute(step, model_.units[step.units[0]].tensors);
         look_for_edits(step);
         break;
       case Op::kMove:
@@ -163,13 +162,6 @@ class Simulation : StateBytes {
         for (const int unit : step.units) publish(step, unit);
         break;
     }
-  }
-
-  // A use before the gradient (kUse) has no stretches of its own: those of the gradient have them.
-  void compute(const Step& step, const TensorStretch& begin, const TensorStretch& end) {
-    if (step.mark == Mark::kUse) return;
-    if (step.mark != Mark::kEnd) meter_.compute(begin);
-    if (step.mark != Mark::kBegin) meter_.compute(end);
   }
 
   // A publish may run on the gather lane while the update lane works on later units, so the largest
