@@ -5,6 +5,7 @@ from __future__ import annotations
 from border import AT_THE_BORDER
 from device import BESIDE_A_DEVICE
 from forks import IN_FORKS
+from memory import OF_ACTIVATIONS
 from monitor import OF_A_RUN
 from outer import OVER_NODES
 from pipeline import OVER_STAGES
@@ -570,4 +571,4 @@ MUTATIONS = [
     ),
 ]
 MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE + OVER_TENSOR_RANKS + OVER_STAGES
-MUTATIONS += OF_A_RUN + OVER_WIRES + OVER_NODES + IN_FORKS
+MUTATIONS += OF_A_RUN + OVER_WIRES + OVER_NODES + IN_FORKS + OF_ACTIVATIONS
