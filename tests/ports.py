@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
 import socket
 
-# Linux gives outgoing connections, and binds to port 0, ports from 32768 on. A port below that
-# stays free until a test listens on it, however many connections others open meanwhile.
-_PORTS = range(20000, 32000)
+# From here on the kernel gives ports to outgoing connections and to binds to port 0. Below it, only
+# who asks for a port gets it, so that a port stays free unless two tests draw the same one.
+_FIRST = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+_PORTS = range(max(1024, _FIRST - 12000), _FIRST)
 
 
-def free_port() -> int:
-    """A port on which nobody listens, drawn at random: the workers of pytest draw at once."""
-    for port in random.SystemRandom().sample(_PORTS, 100):
+def free_ports(count: int) -> list[int]:
+    """Different ports on which nobody listens, drawn at random: pytest's workers draw at once."""
+    free = []
+    for port in random.SystemRandom().sample(_PORTS, min(len(_PORTS), 100 * count)):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
-            return port
-    raise RuntimeError("100 ports of this machine are all in use")
+        free.append(port)
+        if len(free) == count:
+            return free
+    raise RuntimeError(f"this machine has no {count} free ports in {_PORTS}")
+
+
+def free_port() -> int:
+    return free_ports(1)[0]

@@ -20,10 +20,13 @@ struct LedgerEntry {
   int64_t memory = 0;            // peak of device and host together; budgets on the CPU limit it
   int64_t act = 0;  // measured only: inputs of recomputed units in host memory; not in `total`
   // Peak bytes of the tensors with which the model computes on the device: what a forward keeps for
-  // its backward, gradients between layers, logits, messages. Known after two steps, as of the
-  // second one; 0 before, and if several engines of one process made their first steps at once.
+  // its backward, gradients between layers, logits, messages. Known after the second applied step,
+  // as of that step. 0 before, if a rank has several stages, and if another engine of the process
+  // trained or counted at the time. On an accelerator, a peak between two events of units is seen
+  // only if it raises the peak of the run, so the number may be too small.
   int64_t activations = 0;
-  // Predicted only, 0 while `activations` is: the peaks of `device` and `memory` with activations.
+  // Predicted only, 0 while `activations` is: the peak of `device` with activations, and the peak
+  // of `memory` with activations and `act`.
   int64_t step_device = 0, step_memory = 0;
   int64_t exchanges = 0;  // exchanges with peers in one step; measured: in the last step
 };

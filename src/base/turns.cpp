@@ -128,7 +128,7 @@ std::string difference(const Standing& asks, const Standing& own, const RankStat
                 name(own.rank), " is in `", lane->line.text, "` (both: collective ", asks.sequence,
                 " of lane ", asks.lane, ", step ", lane->line.step, "). ",
                 off_plan ? concat("The ranks run units in different orders, at least one of them "
-                                  "not the order of step one. To prevent this, ",
+                                  "not the order of step one. ",
                                   kUnequalUnits)
                          : "Make the same calls on every rank, in the same order");
 }

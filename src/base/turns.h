@@ -30,11 +30,11 @@ struct Turn {
 inline constexpr const char* kOffPlan = " off plan";
 
 // The advice of every error that says that ranks run units in different orders or different numbers
-// of times. It follows "To prevent this, " or similar words.
+// of times.
 inline constexpr const char* kUnequalUnits =
-    "run the units in the same order and equally often on every rank, or keep their modules in the "
-    "root: leave them out of \"units.modules\", and set a larger \"units.layer_bytes\". With "
-    "\"zero2\", which keeps parameters whole, the ranks may run units in any order";
+    "To prevent this, run the units in the same order and equally often on every rank, or use "
+    "\"zero2\", which keeps parameters whole, or keep the units' modules in the root: leave them "
+    "out of \"units.modules\", and set a larger \"units.layer_bytes\"";
 
 // What a rank says about itself: its last turns, and the collective in which it waits.
 struct Standing {

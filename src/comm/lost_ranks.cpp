@@ -174,7 +174,7 @@ std::string LostRanks::collect(const std::string& error) {
       concat(join(failed, "; "), "; rank ", rank_, " failed at ", here(), ": ", error);
   if (all_answer && elsewhere) {
     verdict +=
-        concat(". If these ranks run modules in different orders or different numbers of times, ",
+        concat(". These ranks may run units in different orders or different numbers of times. ",
                kUnequalUnits);
   }
   if (!all_answer) decide(verdict);

@@ -13,8 +13,9 @@ namespace penstock::device {
 namespace {
 
 std::atomic<int64_t> bytes_now{0}, bytes_peak{0};
-std::atomic<int64_t> attempts{0};  // calls of count_tensors() for the host in this process
-std::atomic<bool> counts{false};
+// Engines of this process that trained or tried to count, each once per event.
+std::atomic<int64_t> engines_seen{0};
+std::atomic<bool> counts{false};  // an object counts the host's memory
 
 void add(int64_t bytes) {
   const int64_t now = bytes_now.fetch_add(bytes) + bytes;
@@ -28,8 +29,7 @@ void free_counted(void* memory) {
   c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
 }
 
-// Torch's allocator for the CPU, counted. It stays alive until the process ends, because tensors
-// that it allocated may live that long.
+// Torch's allocator for the CPU, counted.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -43,35 +43,37 @@ class CountingAllocator final : public c10::Allocator {
   }
 };
 
-CountingAllocator counting;
+// Never destroyed: tensors that it allocated may live until the process ends.
+CountingAllocator& counting = *new CountingAllocator;
+
+bool is_installed() { return c10::GetCPUAllocator() == &counting; }
 
 class HostTensors final : public TensorMemory {
  public:
-  HostTensors() : attempt_(attempts.load()) { c10::SetCPUAllocator(&counting); }
+  explicit HostTensors(int64_t seen) : seen_(seen) { c10::SetCPUAllocator(&counting); }
   ~HostTensors() override {
-    if (c10::GetCPUAllocator() == &counting) {
-      c10::SetCPUAllocator(c10::GetDefaultCPUAllocator());
-    }
+    if (is_installed()) c10::SetCPUAllocator(c10::GetDefaultCPUAllocator());
     counts.store(false);
   }
   int64_t now() const override { return bytes_now.load(); }
   int64_t take_peak() override { return std::max(now(), bytes_peak.exchange(now())); }
-  bool alone() const override { return attempts.load() == attempt_; }
+  bool alone() const override { return engines_seen.load() == seen_ && is_installed(); }
 
  private:
-  const int64_t attempt_;
+  const int64_t seen_;
 };
 
 class DeviceTensors final : public TensorMemory {
  public:
-  DeviceTensors(c10::DeviceAllocator& allocator, c10::DeviceIndex index)
-      : allocator_(allocator), index_(index), peak_(bytes().peak) {}
+  // Throws c10::Error if the allocator has no statistics.
+  DeviceTensors(c10::DeviceAllocator& allocator, c10::DeviceIndex index, int64_t seen)
+      : allocator_(allocator), index_(index), seen_(seen), peak_(bytes().peak) {}
   int64_t now() const override { return bytes().current; }
   int64_t take_peak() override {
     const int64_t peak = bytes().peak;
     return std::exchange(peak_, peak) < peak ? peak : 0;
   }
-  bool alone() const override { return true; }
+  bool alone() const override { return engines_seen.load() == seen_; }
 
  private:
   c10::CachingAllocator::Stat bytes() const {
@@ -81,25 +83,34 @@ class DeviceTensors final : public TensorMemory {
 
   c10::DeviceAllocator& allocator_;
   const c10::DeviceIndex index_;
+  const int64_t seen_;
   int64_t peak_;
 };
 
 }  // namespace
 
 std::unique_ptr<TensorMemory> count_tensors(const Device& device) {
+  const int64_t seen = engines_seen.fetch_add(1) + 1;
   if (!device.is_host()) {
     const c10::Device where = device.where();
     auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(where.type()));
     if (allocator == nullptr) return nullptr;
-    return std::make_unique<DeviceTensors>(*allocator, where.index());
+    try {
+      return std::make_unique<DeviceTensors>(*allocator, where.index(), seen);
+    } catch (const c10::Error&) {
+      return nullptr;
+    }
   }
-  attempts.fetch_add(1);
-  if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator() || counts.exchange(true)) {
+  if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) return nullptr;
+  if (counts.exchange(true)) {
+    disturb_counts();  // the other object may have been made between the two lines above
     return nullptr;
   }
-  auto memory = std::make_unique<HostTensors>();
-  if (c10::GetCPUAllocator() != &counting) return nullptr;  // somebody's had a higher priority
+  auto memory = std::make_unique<HostTensors>(seen);
+  if (!is_installed()) return nullptr;  // somebody's allocator had a higher priority
   return memory;
 }
+
+void disturb_counts() { engines_seen.fetch_add(1); }
 
 }  // namespace penstock::device

@@ -17,12 +17,12 @@ OF_ACTIVATIONS = [
     Mutation(
         "a second engine's tensors are taken for the first one's",
         MEMORY,
-        "  if (!alone) return;\n",
-        "",
-        activations("two_engines"),
+        "if (memory_->alone())",
+        "if (true)",
+        activations("other_engines"),
     ),
     Mutation(
-        "activations are those of the first step",
+        "activations are known after the first step",
         MEMORY,
         "++steps_ < 2",
         "++steps_ < 1",
@@ -55,5 +55,26 @@ OF_ACTIVATIONS = [
         "  bytes_now.fetch_sub(static_cast<int64_t>(malloc_usable_size(memory)));\n",
         "",
         KEPT,
+    ),
+    Mutation(
+        "the end of a backward belongs to no event",
+        "src/engine/step/driver.cpp",
+        "  if (is_backward(section_)) memory_.event(Op::kBackward, 0, true);\n",
+        "",
+        activations("end_of_a_backward"),
+    ),
+    Mutation(
+        "a second forward forgets the first",
+        MEMORY,
+        "forward && after_forward_ && !in_stages_",
+        "false",
+        activations("two_forwards"),
+    ),
+    Mutation(
+        "an evaluation in a window begins a new one",
+        "src/engine/step/driver.cpp",
+        "section == Section::kForward && !lost_hold_",
+        "section == Section::kForward",
+        activations("evaluations"),
     ),
 ]

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from ports import free_port
+from ports import free_ports
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 _PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
@@ -95,8 +95,7 @@ def one_node_slurm() -> Iterator[dict[str, str]]:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        ports = [free_port(), free_port()]
-        config = _CONFIG.format(folder=folder, host=socket.gethostname(), ports=ports)
+        config = _CONFIG.format(folder=folder, host=socket.gethostname(), ports=free_ports(2))
         (folder / "slurm.conf").write_text(config, encoding="ascii")
         files = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid"}
         files["seed-file"] = "seed"

@@ -63,9 +63,12 @@ def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
         ratio = ledger["measured"]["total"] / max(1, predicted[running]["total"])
         lines.append(f"measured / predicted   {ratio:.3f}")
         lines += _memory_lines(ledger["resident"], ledger["measured"], predicted[running])
-    if measured and predicted[running]["activations"] > 0:
-        own, both = (predicted[running][key] / 2**20 for key in ("activations", "step_memory"))
-        lines.append(f"activations in step two {own:.2f}, so a step needs {both:.2f} in all")
+    if measured and ledger["measured"]["activations"] > 0:
+        own, both = ledger["measured"]["activations"], predicted[running]["step_memory"]
+        lines.append(
+            f"activations in step two {own / 2**20:.2f}; predicted peak of device and host with "
+            f"them {both / 2**20:.2f}"
+        )
     if measured and ledger["measured"]["act"] > 0:
         lines.append(f"activations offloaded{ledger['measured']['act'] / 2**20:>15.2f}")
     return "\n".join(lines)

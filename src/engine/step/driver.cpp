@@ -88,8 +88,8 @@ void Driver::begin(Section section, int action) {
   section_ = section;
   next_ = 0;
   running_ = true;
-  memory_.begin_section(is_training_forward(section) || is_backward(section));
-  if (section == Section::kForward) memory_.begin_window();
+  if (section == Section::kForward && !lost_hold_) memory_.begin_window();
+  memory_.begin_section(is_training_forward(section), is_backward(section));
   if (is_backward(section)) backward_ns_ = trace::now_ns();
   std::fill(done_.begin(), done_.end(), false);
   const bool goes_on = is_backward(section) || section == Section::kForwardNext;
@@ -307,6 +307,7 @@ void Driver::pump() {
 
 void Driver::finish() {
   if (!running_) return;
+  if (is_backward(section_)) memory_.event(Op::kBackward, 0, true);
   finishing_ = true;
   run_to(steps_->size());
   pump();
@@ -332,7 +333,7 @@ void Driver::finish() {
   }
   carries_ = is_followed(section_);
   finishing_ = running_ = false;
-  memory_.begin_section(false);
+  memory_.end_section();
 }
 
 std::vector<bool> Driver::late() const {
@@ -360,7 +361,7 @@ void Driver::move_late(const std::vector<bool>& late, Section backward) {
 void Driver::abandon() {
   owed_.clear();
   running_ = finishing_ = carries_ = lost_hold_ = false;
-  memory_.begin_section(false);
+  memory_.end_section();
   std::fill(pinned_.begin(), pinned_.end(), false);
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     active_[unit] = 0;

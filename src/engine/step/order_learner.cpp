@@ -157,7 +157,7 @@ ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
     throw RuntimeFault(
         concat("[engine::replan] in the first step the ranks ran their units in different orders, "
                "but all ranks must gather units in the same order: ",
-               difference, ". To prevent this, ", kUnequalUnits));
+               difference, ". ", kUnequalUnits));
   }
   return assumed_;
 }

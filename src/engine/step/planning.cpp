@@ -29,6 +29,7 @@ Plan Core::State::Planning::plan(Section section) const {
 
 void Core::State::Planning::make() const {
   exec::Executor& executor = *state.executor;
+  state.activation_memory->put_into(state.model);
   Table table = executor.table();
   table.wires = wires_of(state.config, table, state.steps + 1);
   executor.params().use(table.wires.param);
@@ -111,7 +112,8 @@ void Core::State::Planning::add_exchange(const LayerExchange& made,
 
 void Core::State::Planning::begin_next_step() const {
   ++state.steps;
-  state.activation_memory->end_step(state.model);
+  state.activation_memory->end_step();
+  state.activation_memory->put_into(state.model);
   if (state.model_ranks.stages) {
     state.model.boundary_bytes = state.model_ranks.stages->message_bytes();
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <set>
 #include <utility>
 
 #include "penstock/error.h"
@@ -52,12 +53,19 @@ class Meter {
   }
   void free(const Held& held) { add({held.tier, held.use, -held.bytes}); }
   // Adds what the model's own tensors take on the device at the visit of a unit. The stretches of
-  // a use before the gradient (kUse) belong to the visit of the gradient.
-  void compute(const Step& visit, const UnitTensors& tensors) {
+  // a unit are sums over all its visits in a forward or backward, so the first visit adds them.
+  void compute(const Step& visit, const UnitTensors& own) {
     if (visit.mark == Mark::kUse) return;
+    const std::pair pass(visit.op, visit.micro);
+    if (std::exchange(pass_, pass) != pass) added_.clear();
     const bool forward = visit.op == Op::kForward;
-    if (visit.mark != Mark::kEnd) add(forward ? tensors.forward_begin : tensors.backward_begin);
-    if (visit.mark != Mark::kBegin) add(forward ? tensors.forward_end : tensors.backward_end);
+    const int unit = visit.units.front();
+    if (visit.mark != Mark::kEnd && added_.insert({unit, false}).second) {
+      add(forward ? own.forward_begin : own.backward_begin);
+    }
+    if (visit.mark != Mark::kBegin && added_.insert({unit, true}).second) {
+      add(forward ? own.forward_end : own.backward_end);
+    }
   }
   void end_tensors() { tensors_now_ = 0; }
 
@@ -86,6 +94,8 @@ class Meter {
   Bytes now_{}, lately_{};
   std::array<int64_t, kNumTiers> total_now_{};
   int64_t in_memory_now_ = 0, tensors_now_ = 0;
+  std::pair<Op, int> pass_{Op::kForward, kNoMicro};  // whose visits come: direction, micro-batch
+  std::set<std::pair<int, bool>> added_;             // in this pass: unit, whether at its end
 };
 
 }  // namespace penstock

@@ -219,6 +219,11 @@ TEST(SimulatorTest, TensorsOfTheModelComeOnTop) {
     EXPECT_EQ(ledger.tensors.device, 36864 + 21000 + kept + (num_micro - 1) * 12288);
     EXPECT_EQ(ledger.tensors.in_memory, ledger.tensors.device);
   }
+  // A unit that runs twice in a pass has the sums of both visits, which count once.
+  model.forward.push_back({1, Mark::kWhole});
+  model.backward.push_back({1, Mark::kWhole});
+  const Ledger twice = simulate(plan_step(table, model, {}, 1), table, model, {});
+  EXPECT_EQ(twice.tensors.own, 21000);
   model.units[0].tensors = model.units[1].tensors = {};
   const Ledger unknown = simulate(plan_step(table, model, {}, 1), table, model, {});
   EXPECT_EQ(unknown.tensors.own, 0);
