@@ -175,7 +175,7 @@ def test_inputs_that_the_user_keeps_are_there():
     # The inputs of later micro-batches are made within the window.
     expected = (2 * LAYERS + 3) * KEPT
     assert expected < found["activations"] < expected + 2.5 * KEPT
-    assert expected - KEPT < found["measured"] < expected + KEPT
+    assert expected - KEPT < found["measured"] < expected + 1.5 * KEPT
 
 
 def test_two_forwards_before_a_backward():
