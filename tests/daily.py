@@ -20,7 +20,7 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 COSTS = HERE / "costs.json"
-BUDGET = 10.0  # seconds of one worker
+BUDGET = 6.0  # seconds of one worker
 # The part of these files that runs, one in so many. Their cases come from one run of a script.
 SHARED = {
     "tests/drop_in/test_accelerated.py": 4,
