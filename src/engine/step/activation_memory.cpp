@@ -34,8 +34,8 @@ void ActivationMemory::begin_section(bool forward, bool backward) {
 void ActivationMemory::event(Op op, int unit, bool ends) {
   if (memory_ == nullptr || !trains_) return;
   UnitSums& sums = units_[static_cast<size_t>(unit)];
-  Sum& sum = op == Op::kForward ? (ends ? sums.forward_end : sums.forward_begin)
-                                : (ends ? sums.backward_end : sums.backward_begin);
+  StretchSum& sum = op == Op::kForward ? (ends ? sums.forward_end : sums.forward_begin)
+                                       : (ends ? sums.backward_end : sums.backward_begin);
   if (sum.section != section_) sum = {{}, section_};
   const int64_t now = this->now();
   const int64_t peak = std::max({memory_->take_peak() - tiers_.accelerator.held(), last_, now});

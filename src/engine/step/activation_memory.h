@@ -48,12 +48,12 @@ class ActivationMemory {
   int64_t peak() const { return measured_; }
 
  private:
-  struct Sum {
+  struct StretchSum {
     TensorStretch stretch;
     int64_t section = 0;  // whose events it has
   };
   struct UnitSums {
-    Sum forward_begin, forward_end, backward_begin, backward_end;
+    StretchSum forward_begin, forward_end, backward_begin, backward_end;
   };
   int64_t now() const;
 
