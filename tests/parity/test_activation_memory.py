@@ -103,12 +103,12 @@ def test_a_table_that_is_not_in_use_has_them_too(pools):
     assert tables["zero3"]["step_memory"] < tables["ddp"]["step_memory"]
 
 
-def in_a_pipeline(schedule: str) -> dict[str, Any]:
+def in_a_pipeline(schedule: str, virtual_stages: int = 1) -> dict[str, Any]:
     engine = start(
         hf.build("gpt2", n_embd=128, n_layer=4, n_positions=128),
         strategy="zero1",
         mesh={"pipeline": 2},
-        parallel={"schedule": schedule},
+        parallel={"schedule": schedule, "virtual_stages": virtual_stages},
         batch={"accumulate": 4},
     )
     tokens = torch.randint(hf.VOCAB, (16, 128), generator=torch.Generator().manual_seed(0))
@@ -237,24 +237,9 @@ def test_evaluations_and_an_error_in_between():
     assert expected < last["activations"] < expected + 2 * KEPT
 
 
-def with_virtual_stages() -> dict[str, Any]:
-    engine = start(
-        hf.build("gpt2", n_layer=4),
-        strategy="zero1",
-        mesh={"pipeline": 2},
-        parallel={"schedule": "interleaved", "virtual_stages": 2},
-        batch={"accumulate": 4},
-    )
-    tokens = torch.randint(hf.VOCAB, (8, 16), generator=torch.Generator().manual_seed(0))
-    for _ in range(3):
-        engine.train_batch({"input_ids": tokens, "labels": tokens})
-    found = entry(engine)
-    engine.close()
-    return found
-
-
 def test_several_stages_of_a_rank_are_not_measured(pools):
-    assert [one["activations"] for one in pools(2).run(with_virtual_stages)] == [0, 0]
+    found = pools(2).run(in_a_pipeline, "interleaved", 2)
+    assert [one["activations"] for one in found] == [0, 0]
 
 
 def test_the_text_says_it():
