@@ -179,30 +179,35 @@ def test_resume_says_what_auto_means(script, tmp_path):
     assert "at 0" in finish(launch(script, tmp_path, "--resume", "never", steps=12))
 
 
-def test_a_lost_node_is_done_without(script, tmp_path):
-    """Two nodes of one rank; one of them goes, and the other goes on alone."""
-    port = free_port()
-    options = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3"]
+def test_nodes_come_later_and_go(script, tmp_path):
+    """A node joins another that trains already; it goes, and the other goes on alone."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ["--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--max-restarts", "3"]
 
     def node():
-        return launch(script, tmp_path, *options, nproc=1, steps=40, pause=0.1)
+        return launch(script, tmp_path, *options, nproc=1, steps=40, pause=0.2)
 
     hold = tmp_path / "weights.pt.hold"  # the run does not end before both nodes train
     hold.touch()
     runs = [node()]
-    while not any(one.laddr.port == port for one in psutil.Process(runs[0].pid).net_connections()):
-        time.sleep(0.05)  # the rendezvous is with the node that stays
-    runs.append(node())
     seen = []
-    for line in runs[0].stdout:
-        seen.append(line)
-        if "rank of 2" in line:  # the first node may begin alone
-            break
+
+    def wait_for(text):
+        for line in runs[0].stdout:
+            seen.append(line)
+            if text in line:
+                return
+
+    wait_for("rank of 1")
+    runs.append(node())
+    wait_for("rank of 2")
     time.sleep(1.5)
     runs[1].kill()  # the node, and with it its rank
     hold.unlink()
+    joined = runs[1].stdout.read()
     said = "".join(seen) + finish(runs[0], timeout=240)
-    assert runs[0].returncode == 0, said
+    assert runs[0].returncode == 0, f"the first node:\n{said}\nthe second:\n{joined}"
+    assert "rank of 2" in joined
     assert "done 40" in said
     runs[1].stdout.close()
     assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(p))]

@@ -21,6 +21,11 @@ from penstock.launch.processes import bootstrap
 
 _MONITOR_S = 0.2  # interval at which the agent checks the ranks
 
+# By default the ranks share the agent's store, and torch (2.13, DynamicRendezvousHandler) publishes
+# its address in the first round only: a node that joins a later round waits for it in vain, and the
+# run ends. With this variable each round publishes the address of a store of its own.
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
 
 def launch_elastic(options: LaunchOptions) -> int:
     """Runs this node's ranks. Returns 0, or a failed rank's exit code when no restart is left.
@@ -34,6 +39,7 @@ def launch_elastic(options: LaunchOptions) -> int:
         )
     cores = options.rank.cores(options.nproc)
     os.environ.update(node_environment(options, cores))
+    os.environ[_OWN_STORE] = "1"
     config = LaunchConfig(
         min_nodes=options.min_nodes or options.nnodes,
         max_nodes=options.nnodes,
