@@ -143,7 +143,7 @@ struct ParallelConfig {
   std::vector<std::pair<std::string, std::string>> rules;
   // First module of each pipeline stage, except stage 0; empty = found automatically.
   std::vector<std::string> stages;
-  std::string schedule = "1f1b";   // "gpipe" "1f1b" "interleaved" (src/plan/pipeline_schedule.h)
+  std::string schedule = "1f1b";   // the names are in src/plan/pipeline_schedule.h
   int virtual_stages = 1;          // stages per rank; above 1 only with "gpipe" or "interleaved"
   bool cut_logits = false;         // true: gathers logits of a "vocab" head only when they are read
   std::string norms = "whole";     // "tokens": between layers, each rank has a part of the tokens

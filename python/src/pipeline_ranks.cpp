@@ -1,6 +1,7 @@
 #include "src/engine/mesh/pipeline_ranks.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 
 #include "python/src/kept.h"
 #include "python/src/module.h"
@@ -22,6 +23,18 @@ Tensors out_of(const std::vector<at::Tensor>& tensors) {
   return out;
 }
 
+// Runs a backward without the interpreter's lock. Throws an exception of Python code as it is.
+template <class Work>
+void run_backward(const Work& work) {
+  try {
+    const py::gil_scoped_release release;
+    work();
+  } catch (python_error& error) {
+    error.restore();
+    throw py::error_already_set();
+  }
+}
+
 // Detaches the tensors from their Python objects, because freeing a Python object on another thread
 // needs the interpreter's lock.
 std::vector<at::Tensor> into(const Tensors& tensors) {
@@ -33,10 +46,13 @@ std::vector<at::Tensor> into(const Tensors& tensors) {
 }  // namespace
 
 void bind_pipeline_ranks(py::module_& module) {
-  py::class_<StageAction>(module, "StageAction")
-      .def_readonly("stage", &StageAction::stage)
-      .def_readonly("forward", &StageAction::forward)
-      .def_readonly("micro", &StageAction::micro);
+  py::class_<Action>(module, "StageAction")
+      .def_readonly("stage", &Action::stage)
+      .def_readonly("forward", &Action::forward)
+      .def_readonly("micro", &Action::micro)
+      .def_property_readonly("splits",
+                             [](const Action& one) { return one.part != BackwardPart::kAll; })
+      .def_property_readonly("is_last", &Action::is_last);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<PipelineRanks, Kept<PipelineRanks>>(module, "PipelineRanks")
       .def(py::init<const Core&>(), py::arg("core"))
@@ -55,7 +71,7 @@ void bind_pipeline_ranks(py::module_& module) {
       .def("start", &PipelineRanks::start, py::arg("action"))
       .def(
           "receive",
-          [](PipelineRanks& ranks, const StageAction& action) {
+          [](PipelineRanks& ranks, const Action& action) {
             StageMessage message;
             {
               const py::gil_scoped_release release;
@@ -66,9 +82,24 @@ void bind_pipeline_ranks(py::module_& module) {
           py::arg("action"))
       .def(
           "send",
-          [](PipelineRanks& ranks, const StageAction& action, const py::bytes& text,
+          [](PipelineRanks& ranks, const Action& action, const py::bytes& text,
              const Tensors& tensors) { ranks.send(action, {text, into(tensors)}); },
           py::arg("action"), py::arg("text"), py::arg("tensors"))
+      .def(
+          "backward_inputs",
+          [](PipelineRanks& ranks, const Action& action, std::vector<at::Tensor> outputs,
+             const Tensors& gradients, std::vector<at::Tensor> inputs) {
+            PipelineRanks::StageGraph graph{std::move(outputs), {}, std::move(inputs)};
+            for (const auto& one : gradients) graph.gradients.push_back(one.value_or(at::Tensor()));
+            run_backward([&] { ranks.backward_inputs(action, std::move(graph)); });
+          },
+          py::arg("action"), py::arg("outputs"), py::arg("gradients"), py::arg("inputs"))
+      .def(
+          "backward_weights",
+          [](PipelineRanks& ranks, const Action& action) {
+            run_backward([&] { ranks.backward_weights(action); });
+          },
+          py::arg("action"))
       .def("end_backward", &PipelineRanks::end_backward, py::arg("action"), no_gil)
       .def("end", &PipelineRanks::end, no_gil)
       .def(

@@ -73,7 +73,9 @@ inline constexpr int64_t kChunkGrain = 2048;  // elements
 
 // `kUse` (backward only): the unit computes, but its gradient does not exist yet (for example, when
 // the unit is recomputed). `kGradient`: the unit produces its gradient and needs no parameters.
-enum class Mark : uint8_t { kWhole, kBegin, kEnd, kUse, kGradient };
+// `kInputs` and `kWeights`: the two parts of a split backward (BackwardPart). A planner writes them
+// in place of the other marks.
+enum class Mark : uint8_t { kWhole, kBegin, kEnd, kUse, kGradient, kInputs, kWeights };
 
 // One entry in the order of a forward or backward. Units that contain others (the root) or that
 // stay in use have a `kBegin` and a `kEnd` visit. All other units have `kWhole` visits. In a

@@ -95,6 +95,26 @@ int end_of(const std::vector<Visit>& visits, bool first) {
   return (found == visits.rend() ? visits.back() : *found).unit;
 }
 
+// Returns the visits of one part of a split backward. A unit that begins and ends in the pass
+// computes at the end. Frozen units have no second part.
+std::vector<Visit> marked(const ModelDesc& model, const std::vector<Visit>& order, Mark part) {
+  std::vector<Visit> visits;
+  for (size_t i = 0; i < order.size(); ++i) {
+    Visit visit = order[i];
+    const std::vector<FlatDesc>& flats = model.units[visit.unit].flats;
+    const bool frozen = !flats.empty() && std::none_of(flats.begin(), flats.end(),
+                                                       [](const auto& one) { return one.trainable; });
+    if (part == Mark::kWeights && frozen) continue;
+    const bool ends_later =
+        visit.mark == Mark::kBegin &&
+        std::any_of(order.begin() + static_cast<ptrdiff_t>(i) + 1, order.end(),
+                    [&](const Visit& later) { return later.unit == visit.unit; });
+    if (!ends_later) visit.mark = part;
+    visits.push_back(visit);
+  }
+  return visits;
+}
+
 // Writes the plan of one rank, one action of the schedule at a time.
 class StageWriter : StepWriter {
  public:
@@ -109,7 +129,7 @@ class StageWriter : StepWriter {
     begin_params(Phase::kRest);
     backwards_.resize(part.units.size());
     for (const Action& action : schedule.ranks[rank]) {
-      if (!action.forward) count(action.stage, 1);
+      if (action.is_last()) count(action.stage, 1);
     }
   }
 
@@ -137,10 +157,18 @@ class StageWriter : StepWriter {
   void compute(const Action& action) {
     micro_ = action.micro;
     if (action.forward) return forward(forward_[action.stage], true, Phase::kHold);
+    // No gradients leave the first stage, so its second part is the whole backward.
+    const bool splits = action.part != BackwardPart::kAll && action.stage > 0;
+    if (!action.is_last()) {
+      if (!splits) return;
+      return backward(marked(model_, backward_[action.stage], Mark::kInputs),
+                      std::vector<bool>(backwards_.size(), false));
+    }
     count(action.stage, -1);
     std::vector<bool> last;
     for (const int backwards : backwards_) last.push_back(backwards == 0);
-    backward(backward_[action.stage], last);
+    const std::vector<Visit>& visits = backward_[action.stage];
+    backward(splits ? marked(model_, visits, Mark::kWeights) : visits, last);
   }
 
   // Counts a backward of a stage in each of its units.

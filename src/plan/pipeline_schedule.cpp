@@ -1,6 +1,7 @@
 #include "src/plan/pipeline_schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <map>
 #include <set>
@@ -87,6 +88,29 @@ Schedule one_forward_one_backward(const PipelineShape& shape) {
   return schedule;
 }
 
+// [Note: Zero bubble] Rank r does the weights of a micro-batch after the inputs of r later ones,
+// because the ranks behind it are that far ahead.
+Schedule zero_bubble(const PipelineShape& shape) {
+  Schedule schedule;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    std::vector<Action>& actions = schedule.ranks.emplace_back();
+    int forwards = 0, weights = 0;
+    const auto weights_until = [&](int end) {
+      while (weights < end) actions.push_back({rank, false, weights++, BackwardPart::kWeights});
+    };
+    const auto forwards_until = [&](int end) {
+      while (forwards < std::min(end, shape.micro)) actions.push_back({rank, true, forwards++});
+    };
+    for (int micro = 0; micro < shape.micro; ++micro) {
+      forwards_until(shape.ranks - rank + micro);
+      actions.push_back({rank, false, micro, BackwardPart::kInputs});
+      weights_until(micro + 1 - rank);
+    }
+    weights_until(shape.micro);
+  }
+  return schedule;
+}
+
 int number(std::string_view text, std::string_view cell) {
   int value = -1;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -98,18 +122,41 @@ int number(std::string_view text, std::string_view cell) {
 Action parse_action(std::string_view cell) {
   const size_t letter = cell.find_first_of("FBIW");
   if (letter == std::string_view::npos) number("", cell);
-  if (cell[letter] == 'I' || cell[letter] == 'W') {
-    refuse_schedule(concat("cell '", cell,
-                           "': a backward is one action here; separate input and weight ",
-                           "gradients (zero bubble) are not supported"));
-  }
   return {number(cell.substr(0, letter), cell), cell[letter] == 'F',
-          number(cell.substr(letter + 1), cell)};
+          number(cell.substr(letter + 1), cell),
+          cell[letter] == 'I'   ? BackwardPart::kInputs
+          : cell[letter] == 'W' ? BackwardPart::kWeights
+                                : BackwardPart::kAll};
 }
+
+// One slot for each forward, each backward that sends a gradient, and each backward of weights.
+class Slots {
+ public:
+  explicit Slots(const Schedule& schedule) : num_micro_(schedule.num_micro()) {
+    ends_.assign(3 * static_cast<size_t>(schedule.num_stages() * num_micro_), -1);
+  }
+  // The time at which the action ended; -1 before that.
+  double& end_of(const Action& action) {
+    const int kind = action.forward ? 0 : action.part == BackwardPart::kWeights ? 2 : 1;
+    return ends_[static_cast<size_t>((3 * action.stage + kind) * num_micro_ + action.micro)];
+  }
+  // Returns whether `action` can run: what it waits for, and the forward of a backward, has ended.
+  bool ready(const Action& action, const Action& needed) {
+    if (needed.stage >= 0 && end_of(needed) < 0) return false;
+    return action.forward || end_of({action.stage, true, action.micro}) >= 0;
+  }
+
+ private:
+  const int num_micro_;
+  std::vector<double> ends_;
+};
 
 }  // namespace
 
-std::string Action::text() const { return concat(stage, forward ? "F" : "B", micro); }
+std::string Action::text() const {
+  constexpr std::array kLetters = {"B", "I", "W"};
+  return concat(stage, forward ? "F" : kLetters[static_cast<size_t>(part)], micro);
+}
 
 int Schedule::num_stages() const {
   int most = -1;
@@ -137,12 +184,14 @@ std::string Schedule::text() const {
 
 Action before(const Action& action, int num_stages) {
   if (action.forward) return {action.stage - 1, true, action.micro};
+  if (action.part == BackwardPart::kWeights) return {action.stage, false, action.micro};
   if (action.stage + 1 == num_stages) return {action.stage, true, action.micro};
   return {action.stage + 1, false, action.micro};
 }
 
 const std::vector<std::string>& schedule_names() {
-  static const std::vector<std::string> kNames = {"gpipe", "1f1b", "interleaved"};
+  static const std::vector<std::string> kNames = {"gpipe", "1f1b", "interleaved",
+                                                  "zero_bubble"};
   return kNames;
 }
 
@@ -160,10 +209,11 @@ Schedule make_schedule(const std::string& name, const PipelineShape& shape) {
                            shape.virtual_stages, " stages each and ", shape.micro,
                            " micro-batches: each number must be at least 1"));
   }
-  if (name == "1f1b" && shape.virtual_stages > 1) {
-    refuse_schedule(concat("\"1f1b\" has one stage per rank, not ", shape.virtual_stages,
+  if ((name == "1f1b" || name == "zero_bubble") && shape.virtual_stages > 1) {
+    refuse_schedule(concat("\"", name, "\" has one stage per rank, not ", shape.virtual_stages,
                            ": use \"interleaved\" for several"));
   }
+  if (name == "zero_bubble") return zero_bubble(shape);
   return name == "gpipe" ? gpipe(shape) : one_forward_one_backward(shape);
 }
 
@@ -196,9 +246,17 @@ void check_schedule(const Schedule& schedule) {
   }
   for (int stage = 0; stage < num_stages; ++stage) {
     for (int micro = 0; micro < num_micro; ++micro) {
-      for (const bool forward : {true, false}) {
-        const Action action{stage, forward, micro};
+      const Action forward{stage, true, micro}, backward{stage, false, micro};
+      const Action inputs{stage, false, micro, BackwardPart::kInputs};
+      const Action weights{stage, false, micro, BackwardPart::kWeights};
+      const bool splits = seen.contains(inputs) || seen.contains(weights);
+      for (const Action& action : splits ? std::vector{forward, inputs, weights}
+                                         : std::vector{forward, backward}) {
         if (!seen.contains(action)) refuse_schedule(concat(action.text(), " is missing"));
+      }
+      if (splits && seen.contains(backward)) {
+        refuse_schedule(concat(backward.text(), " is listed beside its parts ", inputs.text(),
+                               " and ", weights.text()));
       }
     }
   }
@@ -206,18 +264,14 @@ void check_schedule(const Schedule& schedule) {
 }
 
 int next_stage(const Action& action, int num_stages) {
+  if (action.part == BackwardPart::kWeights) return -1;
   const int to = action.stage + (action.forward ? 1 : -1);
   return to < num_stages ? to : -1;
 }
 
 std::vector<Action> in_rounds(const Schedule& schedule) {
   const int num_stages = schedule.num_stages();
-  const auto num_micro = static_cast<size_t>(schedule.num_micro());
-  const auto at = [&](const Action& action) {
-    return static_cast<size_t>(2 * action.stage + action.forward) * num_micro +
-           static_cast<size_t>(action.micro);
-  };
-  std::vector<bool> done(2 * static_cast<size_t>(num_stages) * num_micro, false);
+  Slots slots(schedule);
   std::vector<size_t> next(schedule.ranks.size(), 0);
   std::vector<Action> order;
   for (bool any = true; any;) {
@@ -225,12 +279,10 @@ std::vector<Action> in_rounds(const Schedule& schedule) {
     for (size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
       if (next[rank] == schedule.ranks[rank].size()) continue;
       const Action& action = schedule.ranks[rank][next[rank]];
-      const Action needed = before(action, num_stages);
-      if (needed.stage >= 0 && !done[at(needed)]) continue;
-      if (!action.forward && !done[at({action.stage, true, action.micro})]) continue;
+      if (!slots.ready(action, before(action, num_stages))) continue;
       any = true;
       ++next[rank];
-      done[at(action)] = true;
+      slots.end_of(action) = 0;
       order.push_back(action);
     }
   }
@@ -241,12 +293,7 @@ std::vector<Action> in_rounds(const Schedule& schedule) {
 Replay replay(const Schedule& schedule, double forward, double backward, double transfer) {
   const int num_stages = schedule.num_stages();
   const auto num_ranks = static_cast<size_t>(schedule.num_ranks());
-  const auto num_micro = static_cast<size_t>(schedule.num_micro());
-  const auto at = [&](const Action& action) {
-    return static_cast<size_t>(2 * action.stage + action.forward) * num_micro +
-           static_cast<size_t>(action.micro);
-  };
-  std::vector<double> ends(2 * static_cast<size_t>(num_stages) * num_micro, -1);  // -1: none
+  Slots slots(schedule);
   std::vector<size_t> next(num_ranks, 0);
   std::vector<double> time(num_ranks, 0), work(num_ranks, 0);
   std::vector<int> held(num_ranks, 0);
@@ -258,19 +305,19 @@ Replay replay(const Schedule& schedule, double forward, double backward, double 
       if (next[rank] == schedule.ranks[rank].size()) continue;
       const Action& action = schedule.ranks[rank][next[rank]];
       const Action needed = before(action, num_stages);
-      const double arrived = needed.stage < 0 ? 0 : ends[at(needed)];
-      const bool own = action.forward || ends[at({action.stage, true, action.micro})] >= 0;
-      if (arrived < 0 || !own) continue;
+      if (!slots.ready(action, needed)) continue;
       any = true;
       ++next[rank];
       const bool travels =
           needed.stage >= 0 && needed.stage % schedule.num_ranks() != static_cast<int>(rank);
+      const double arrived = needed.stage < 0 ? 0 : slots.end_of(needed);
       const double ready = arrived + (travels ? transfer : 0);
-      const double takes = action.forward ? forward : backward;
+      const double halves = action.part == BackwardPart::kAll ? 1 : 0.5;
+      const double takes = action.forward ? forward : backward * halves;
       time[rank] = std::max(time[rank], ready) + takes;
       work[rank] += takes;
-      ends[at(action)] = time[rank];
-      held[rank] += action.forward ? 1 : -1;
+      slots.end_of(action) = time[rank];
+      held[rank] += static_cast<int>(action.forward) - static_cast<int>(action.is_last());
       made.most_held[rank] = std::max(made.most_held[rank], held[rank]);
     }
   }

@@ -124,11 +124,15 @@ void StepWriter::backward(const std::vector<Visit>& order, const std::vector<boo
     if (mark != Mark::kGradient) settle_param(unit, Phase::kBackward);
     put({.op = Op::kBackward, .units = {unit}, .mark = mark, .micro = micro_});
     if (mark == Mark::kBegin && i != last_visit[unit]) continue;
-    if (mark != Mark::kUse) exchange(unit, model_.units[unit].in_backward);
+    // Layers exchange the gradients of their inputs.
+    if (mark != Mark::kUse && mark != Mark::kWeights) {
+      exchange(unit, model_.units[unit].in_backward);
+    }
     // The gradient of a unit that is visited again is summed before the last visit only if it moves
     // anyway.
-    const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
-    const bool settles = moves_now || i == last_visit[unit];
+    const bool has_gradient = mark != Mark::kUse && mark != Mark::kInputs;
+    const bool moves_now = has_gradient && !table_.holds_grad_in_place();
+    const bool settles = mark != Mark::kInputs && (moves_now || i == last_visit[unit]);
     // The sum needs the gradient in memory, so it runs before the gradient is written to disk.
     if (settles && table_.grads_wait_on_disk()) sum_addends(unit);
     if (settles) settle_grad(unit, last[unit]);

@@ -31,7 +31,53 @@ def state(story: str) -> Pytest:
     return Pytest(("tests/parity/test_pipeline_state.py", "-k", story))
 
 
+SPLITS = [
+    Mutation(
+        "the second part adds the gradient of a weight that is used twice once more",
+        "src/engine/step/split_backward.cpp",
+        "          !repeats(group) && std::all_of(",
+        "          std::all_of(",
+        gtest("src/engine/engine_test", "SplitBackward*"),
+    ),
+    Mutation(
+        "a hook on a layer's output runs in both parts of a backward",
+        "src/engine/step/split_backward.cpp",
+        "  if (!node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() ||",
+        "  if (!node.retains_grad_hooks().empty() ||",
+        gtest("src/engine/engine_test", "SplitBackward*"),
+    ),
+    Mutation(
+        "an operator that is not torch's own runs in both parts of a backward",
+        "src/engine/step/split_backward.cpp",
+        '  if (type.find("9generated") == std::string_view::npos) return false;\n',
+        "",
+        gtest("src/engine/engine_test", "SplitBackward*"),
+    ),
+    Mutation(
+        "the part of the inputs moves gradients",
+        "src/plan/step_writer.cpp",
+        "    const bool settles = mark != Mark::kInputs && (moves_now",
+        "    const bool settles = (moves_now",
+        gtest("tests/plans/plan_interpreter_test", "PipelineTest.*"),
+    ),
+    Mutation(
+        "the part of the inputs counts as a backward",
+        "src/plan/pipeline_plan.cpp",
+        "      if (action.is_last()) count(action.stage, 1);",
+        "      if (!action.forward) count(action.stage, 1);",
+        gtest("tests/plans/plan_interpreter_test", "PipelineTest.*"),
+    ),
+    Mutation(
+        "weights are computed as early as possible",
+        "src/plan/pipeline_schedule.cpp",
+        "      weights_until(micro + 1 - rank);\n",
+        "      weights_until(micro + 1);\n",
+        gtest("src/plan/plan_test", "Schedule*"),
+    ),
+]
+
 OVER_STAGES = [
+    *SPLITS,
     Mutation(
         "gradients of tied weights are not added up",
         "src/plan/step_writer.cpp",
@@ -157,7 +203,7 @@ OVER_STAGES = [
     Mutation(
         "a backward by nothing of this rank's does not count",
         WINDOW,
-        "        self._ranks.end_backward(action)\n",
+        "        if action.is_last:\n            self._ranks.end_backward(action)\n",
         "",
         state("frozen and zero1"),
     ),

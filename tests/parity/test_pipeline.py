@@ -72,6 +72,7 @@ def test_trains_in_two_stages(strategy, options, layer_bytes, pools):
         near(told)
 
 
+ZERO_BUBBLE = {"parallel": {"schedule": "zero_bubble"}}
 RULES = {"*.up": "column", "*.down": "row", "tokens": "vocab", "head": "vocab"}
 DISK = {"optimizer": "disk", "path": "/tmp"}
 MESHES = [
@@ -93,6 +94,10 @@ MESHES = [
         {"layers": 6, "tied": True},
         {"parallel": {"schedule": "gpipe", "virtual_stages": 2}},
     ),
+    ({"pipeline": 2}, 4, {}, ZERO_BUBBLE),
+    ({"pipeline": 2}, 5, {"tied": True, "skip": True}, ZERO_BUBBLE | {"units": {"layer_bytes": 1 << 20}}),
+    ({"pipeline": 4}, 5, {"tied": True, "own": True}, ZERO_BUBBLE | {"clip": 0.5}),
+    ({"pipeline": 2}, 3, {}, ZERO_BUBBLE | {"offload": {"optimizer": "host", "grads": "host"}}),
     ({"pipeline": 2}, 3, {"own": True}, {"offload": {"optimizer": "host"}}),
     ({"pipeline": 2}, 2, {"tied": True}, {"activations": {"checkpoint": "unit"}}),
     ({"pipeline": 2}, 2, {}, {"parallel": {"stages": ["blocks.1"]}}),
@@ -193,7 +198,14 @@ def watched(settings: dict[str, Any], path: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize(
-    "schedule", [{"schedule": "gpipe"}, {"schedule": "1f1b"}, INTERLEAVED["parallel"]], ids=str
+    "schedule",
+    [
+        {"schedule": "gpipe"},
+        {"schedule": "1f1b"},
+        INTERLEAVED["parallel"],
+        ZERO_BUBBLE["parallel"],
+    ],
+    ids=str,
 )
 def test_the_window_is_planned_and_predicted(strategy, schedule, pools, tmp_path):
     stages = 2 if "virtual_stages" in schedule else 1

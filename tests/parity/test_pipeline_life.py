@@ -12,11 +12,13 @@ import hugging_face as hf
 import pipeline_models as models
 import pytest
 import torch
+import torch.utils.checkpoint
 from ranks import Failure
 
 pytestmark = pytest.mark.timeout(480)
 LIMIT = 1e-5
 STRATEGIES = ["ddp", "zero2", "zero3"]
+SPLIT: dict[str, Any] = {"parallel": {"schedule": "zero_bubble"}}
 
 
 def start(model: Any, strategy: str = "zero2", micro: int = 2, **config: Any) -> Any:
@@ -224,7 +226,13 @@ def precise(precision: str, strategy: str, config: dict[str, Any]) -> dict[str, 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(
     ("precision", "config"),
-    [("bf16", {}), ("fp16", {"loss_scale": {"initial": 2.0**10}}), ("fp16", {})],
+    [
+        ("bf16", {}),
+        ("fp16", {"loss_scale": {"initial": 2.0**10}}),
+        ("fp16", {}),
+        ("bf16", SPLIT),
+        ("fp16", SPLIT | {"loss_scale": {"initial": 2.0**10}}),
+    ],
     ids=str,
 )
 def test_low_precision(precision, config, strategy, pools):
@@ -258,7 +266,12 @@ def llama(kind: str, strategy: str, config: dict[str, Any]) -> dict[str, float]:
 HF = [
     (kind, strategy, config)
     for kind in ("llama", "gpt2", "qwen3", "t5", "bert", "opt", "mistral")
-    for strategy, config in (("zero2", {}), ("zero3", {"activations": {"checkpoint": "unit"}}))
+    for strategy, config in (
+        ("zero2", {}),
+        ("zero3", {"activations": {"checkpoint": "unit"}}),
+        ("zero1", SPLIT),
+        ("zero3", SPLIT),
+    )
 ]
 
 
@@ -276,6 +289,7 @@ REFUSED = [
     ({"parallel": {"virtual_stages": 8, "schedule": "gpipe"}}, "the pipeline has 16 stages"),
     ({"parallel": {"virtual_stages": 2}}, 'needs "parallel.schedule"'),
     ({"tiling": {"max_bytes": 1000}}, "is not supported in pipelines yet"),
+    (SPLIT | {"activations": {"checkpoint": "unit"}}, "activations.checkpoint"),
     ({"strategy": "zero2", "offload": {"optimizer": "auto"}}, "cannot choose tiers for stages"),
 ]
 
@@ -294,6 +308,94 @@ def refused(config: dict[str, Any]) -> str:
 def test_refused(config, expected, pools):
     for said in pools(2).run(refused, config):
         assert expected in said, said
+
+
+def test_split_backwards_refuse_tensor_ranks(pools):
+    config = SPLIT | {"mesh": {"pipeline": 2, "tensor": 2}}
+    for said in pools(4).run(refused, config):
+        assert "zero_bubble" in said and "mesh.tensor" in said, said
+
+
+class Doubled(torch.autograd.Function):
+    """A product with a weight whose backward counts its runs."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        Doubled.runs += 1
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+class Odd(models.Chain):
+    """A custom function with a weight, a block that runs twice, a checkpoint, and edits in place."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, models.WIDTH))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == len(self.blocks) - 2:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        x = Doubled.apply(self.norm(x), self.scale)
+        x.mul_(0.5)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def odd(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Hooks on weights, values and accumulated gradients change what plain torch's hooks do."""
+    told: dict[str, Any] = {}
+    calls = {"weight": 0, "value": 0, "taken": 0}
+
+    def hook(model: torch.nn.Module) -> None:
+        def weight(grad: torch.Tensor) -> torch.Tensor:
+            calls["weight"] += 1
+            return grad * 2
+
+        def value(_module: Any, _args: Any, out: torch.Tensor) -> None:
+            def scaled(grad: torch.Tensor) -> torch.Tensor:
+                calls["value"] += 1
+                return grad * 0.5
+
+            if out.requires_grad:
+                out.register_hook(scaled)
+
+        model.blocks[5].up.weight.register_hook(weight)
+        model.blocks[3].down.register_forward_hook(value)
+
+    model, plain = models.fill(Odd(), 3), models.fill(Odd(), 3)
+    for one in (model, plain):
+        hook(one)
+    engine = start(model, strategy, micro=3, **config)
+    batches = [models.batch(step, 0, 3) for step in range(3)]
+    Doubled.runs = 0
+    for one in batches:
+        engine.train_batch(one)
+    told["runs"], told["calls"] = Doubled.runs, dict(calls)
+    engine.close()
+    plain_steps(plain, batches, 3)
+    told["weights"] = far(weights_of(model), weights_of(plain))
+    return told
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("config", [{}, SPLIT], ids=["1f1b", "zero_bubble"])
+def test_hooks_and_odd_operators(strategy, config, pools):
+    told = pools(2).run(odd, strategy, config)
+    assert max(one["weights"] for one in told) < LIMIT, told
+    assert told[1]["runs"] == 9 and told[0]["runs"] == 0
+    hooked = [one["calls"] for one in told]
+    assert sum(one["weight"] for one in hooked) == 9, told
+    assert sum(one["value"] for one in hooked) == 9, told
 
 
 class Careless(models.Chain):

@@ -13,7 +13,8 @@ from torch import nn
 
 pytestmark = pytest.mark.timeout(480)
 INTERLEAVED = {"parallel": {"schedule": "interleaved", "virtual_stages": 2}}
-SCHEDULES = [{}, INTERLEAVED, {"parallel": {"schedule": "gpipe"}}]
+SPLIT = {"parallel": {"schedule": "zero_bubble"}}
+SCHEDULES = [{}, INTERLEAVED, {"parallel": {"schedule": "gpipe"}}, SPLIT]
 
 
 class Normed(models.Chain):

@@ -289,9 +289,25 @@ void ChainModel::arrive(Role role, Matrix values) {
 }
 
 Matrix ChainModel::backward(int unit, Mark mark, const Matrix& all) {
+  std::deque<Matrix>& kept = kept_[unit];
+  if (mark == Mark::kWeights || (mark == Mark::kBegin && !kept.empty())) {
+    PENSTOCK_ASSERT(!kept.empty(), "weights before inputs");
+    Matrix grad = std::move(kept.front());
+    kept.pop_front();
+    return grad;
+  }
+  const bool is_first_input = mark == Mark::kInputs && unit == 0 && kept.empty();
+  const bool ties = mark == Mark::kBegin || (is_first_input && !tied_input_.empty());
+  Matrix grad = whole_backward(unit, ties, all);
+  if (mark != Mark::kInputs) return grad;
+  kept.push_back(std::move(grad));
+  return {};
+}
+
+Matrix ChainModel::whole_backward(int unit, bool ties, const Matrix& all) {
   const Matrix weights = weights_of(all);
   if (!grad_) grad_ = loss_gradient(activated(), batch_.target);
-  if (mark == Mark::kBegin) {
+  if (ties) {
     const Matrix grad = multiply(transpose(*grad_, kWidth), tied_input_, rows());
     grad_ = multiply(*grad_, weights, kWidth);
     return joined(grad, Matrix(kWidth));

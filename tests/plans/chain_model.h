@@ -4,6 +4,8 @@
 // same model uses no plans and no ranks. Over tensor ranks, units of the first kind are cut by
 // columns, and each rank has an addend of the gain's gradient. Units of the second kind are cut by
 // rows, and the bias's gradient is equal on all ranks.
+#include <deque>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -70,7 +72,8 @@ class ChainModel {
 
   void begin(Batch rows);  // the rows of one micro-batch
   void forward(int unit, Mark mark, const Matrix& weights);
-  Matrix backward(int unit, Mark mark, const Matrix& weights);  // the weights' gradient
+  // Returns the weights' gradient. The first part of a split backward keeps it for the second.
+  Matrix backward(int unit, Mark mark, const Matrix& weights);
   // leave() returns the values for the next stage of a pipeline or, in backward, for the previous
   // stage. arrive() takes such values.
   Matrix leave() { return grad_ ? *grad_ : activated(); }
@@ -80,6 +83,7 @@ class ChainModel {
   Matrix& in_flight() { return grad_ ? *grad_ : value_; }
 
  private:
+  Matrix whole_backward(int unit, bool ties, const Matrix& all);
   const Matrix& activated();
   int rows() const;
   Matrix scaled_input(int unit) const;
@@ -92,6 +96,7 @@ class ChainModel {
   int unactivated_ = -1;  // the unit whose output has not passed through tanh yet
   std::vector<Matrix> inputs_, outputs_, extras_;  // extras: gains and biases, as last used
   Matrix tied_input_;
+  std::map<int, std::deque<Matrix>> kept_;  // by unit: gradients of the weights
 };
 
 }  // namespace penstock::plans

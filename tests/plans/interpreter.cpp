@@ -274,7 +274,7 @@ class RankRun {
     const int unit = step.units[0];
     const Mark mark = step.mark;
     const Matrix local = batches_.of(step).backward(unit, mark, whole_param(unit));
-    if (!trains(unit)) return;
+    if (!trains(unit) || mark == Mark::kInputs) return;
     Copy made{table_.grad_after_backward(), pad_flats(model_, mesh_, unit, local)};
     for (size_t flat = 0; flat < kNumFlats; ++flat)
       if (!trains(unit, flat)) made.buffers[flat].clear();

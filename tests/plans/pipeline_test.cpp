@@ -37,7 +37,8 @@ struct Order {
   int virtual_stages;
 };
 
-constexpr Order kOrders[] = {{"gpipe", 1}, {"1f1b", 1}, {"interleaved", 2}, {"gpipe", 2}};
+constexpr Order kOrders[] = {
+    {"gpipe", 1}, {"1f1b", 1}, {"interleaved", 2}, {"gpipe", 2}, {"zero_bubble", 1}};
 constexpr Ranks kRanks[] = {{1, 1, 1, 1}, {2, 1, 1, 1}, {4, 1, 1, 1}, {2, 1, 2, 1}, {2, 1, 1, 2},
                             {2, 2, 1, 1}, {4, 1, 2, 1}, {2, 2, 2, 1}, {2, 1, 2, 2}, {4, 2, 1, 2}};
 

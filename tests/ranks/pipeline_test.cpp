@@ -160,7 +160,9 @@ INSTANTIATE_TEST_SUITE_P(All, PipelineMeshes,
                                          Shape{"zero2", 4, 1, 2, 4, "gpipe"},
                                          Shape{"zero3", 2, 2, 2, 2},
                                          Shape{"zero3", 2, 1, 2, 4, "interleaved", 2},
-                                         Shape{"zero1", 4, 4, 2, 4}, Shape{"zero3", 4, 4, 2, 5}));
+                                         Shape{"zero1", 4, 4, 2, 4}, Shape{"zero3", 4, 4, 2, 5},
+                                         Shape{"zero1", 2, 1, 2, 3, "zero_bubble"},
+                                         Shape{"zero3", 4, 1, 2, 5, "zero_bubble"}));
 
 std::vector<std::string> two_ranks(
     const std::function<void(Engine& engine, ChainImpl& model)>& use) {

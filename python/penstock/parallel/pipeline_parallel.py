@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
@@ -127,6 +128,9 @@ class PipelineParallel:
         self._pieces: list[tuple[str, int, nn.Module]] = []
         if self.active:
             self.ranks = _penstock.PipelineRanks(core)
+            if config.parallel.schedule == "zero_bubble":
+                # A graph of torch.compile runs its backward with retain_graph=True.
+                torch._functorch.config.donated_buffer = False
             for name, stage in self.ranks.pieces:
                 self._pieces.append((name, stage, module_tree.submodule(model, name)))
 

@@ -1,15 +1,20 @@
 """Runs an accumulation window of a pipeline: this rank's forwards and backwards in order."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from penstock._native import ConfigError, RuntimeFault
 from penstock.parallel.pipeline_parallel import Handed, Micro
 from penstock.parallel.stand_in import is_absent
 
 LossOf = Callable[[Any, Any], torch.Tensor]
+# In this context torch's checkpoints compute a forward once for several backwards (since torch
+# 2.12).
+_ONE_BACKWARD = getattr(torch.utils.checkpoint, "GraphExecGroup", contextlib.nullcontext)
 
 
 def loss_in(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:
@@ -43,9 +48,10 @@ def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.T
         if action.forward:
             under_way[key] = _Stage(engine, action, micros[action.micro], loss_of)
         else:
-            done = under_way.pop(key)
+            done = under_way.pop(key) if action.is_last else under_way[key]
             done.backward(action)
-            losses += [] if done.loss is None else [done.loss.detach()]
+            if action.is_last and done.loss is not None:
+                losses.append(done.loss.detach())
     ranks.end()
     engine.step()
     return losses
@@ -99,29 +105,52 @@ class _Stage:
         self._ranks.send(action, made.text, [one.detach() for one in made.tensors])
 
     def backward(self, action: Any) -> None:
+        """Runs a backward, or one of its two parts (src/engine/step/split_backward.h)."""
         self._ranks.start(action)
-        if self.loss is not None:
-            self._engine.backward(self.loss)
+        if action.splits and action.is_last:
+            self._engine._core.resume_backward()
+            self._outputs, self.loss = [], None if self.loss is None else self.loss.detach()
+            with _ONE_BACKWARD():
+                self._run(lambda: self._ranks.backward_weights(action))
         else:
-            self._resume(action)
-        self._ranks.end_backward(action)
-        if action.stage > 0:
-            grads = [None if leaf is None else leaf.grad for leaf in self._leaves]
-            self._ranks.send(action, b"", grads)
+            self._backward_from(action)
+        if action.is_last:
+            self._ranks.end_backward(action)
 
-    def _resume(self, action: Any) -> None:
+    def _backward_from(self, action: Any) -> None:
+        """Starts at the stage's outputs, and sends the gradients of its inputs."""
+        core = self._engine._core
+        outputs: list[torch.Tensor] = []
+        grads: list[torch.Tensor | None] = []
+        if self.loss is None:
+            outputs, grads = self._received(action)
+            core.resume_backward()
+        elif action.splits:
+            outputs, grads = [self.loss], [core.start_backward(self.loss, None)]
+        else:
+            self._engine.backward(self.loss)
+        if action.splits:
+            inputs = [leaf.anchor for leaf in self._leaves if leaf is not None]
+            self._run(lambda: self._ranks.backward_inputs(action, outputs, grads, inputs))
+        elif outputs:  # there are none if the stage is frozen or the next stage needs none
+            self._run(lambda: torch.autograd.backward(outputs, grads))
+        if action.stage > 0:
+            arrived = [None if leaf is None else leaf.grad for leaf in self._leaves]
+            self._ranks.send(action, b"", arrived)
+
+    def _received(self, action: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Returns the stage's outputs that have a gradient, and the gradients."""
         _, given = self._ranks.receive(action)
         pairs = [
             (output, grad)
             for output, grad in zip(self._outputs, given, strict=True)
             if output.requires_grad and grad is not None
         ]
-        core = self._engine._core
-        core.resume_backward()
-        if not pairs:  # the stage is frozen, or the next stage needs none of its outputs
-            return
+        return [one for one, _ in pairs], [grad for _, grad in pairs]
+
+    def _run(self, backward: Callable[[], Any]) -> None:
         try:
-            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+            backward()
         except BaseException as error:
-            core.backward_failed(f"{type(error).__name__}: {error}")
+            self._engine._core.backward_failed(f"{type(error).__name__}: {error}")
             raise

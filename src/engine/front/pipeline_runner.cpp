@@ -35,6 +35,7 @@ at::Tensor stand_in() { return at::empty({0}, at::TensorOptions(at::kMeta)); }
 // A received tensor that needs a gradient. The gradient is sent back to the previous stage.
 struct PipelineRunner::StageInput final : torch::CustomClassHolder {
   at::Tensor value, gradient;
+  at::Tensor anchor = at::empty({0}).requires_grad_();  // the leaf at which the graph ends
 };
 
 // The first node of a stage's graph. Its output is neither a leaf nor a view, so the model may
@@ -68,13 +69,14 @@ std::vector<at::Tensor> PipelineRunner::train(int num_micro,
                                               const Run& run) {
   std::map<std::pair<int, int>, std::unique_ptr<StagePass>> under_way;
   std::vector<at::Tensor> losses;
-  for (const StageAction& action : ranks_.begin(num_micro, true)) {
+  for (const Action& action : ranks_.begin(num_micro, true)) {
     std::unique_ptr<StagePass>& pass = under_way[{action.stage, action.micro}];
     if (action.forward) {
       pass = forward(action, loss_of, run);
       continue;
     }
     backward(action, *pass);
+    if (!action.is_last()) continue;
     if (pass->loss.defined()) losses.push_back(pass->loss.detach());
     pass.reset();
   }
@@ -86,7 +88,7 @@ std::vector<at::Tensor> PipelineRunner::evaluate(int num_micro,
                                                  const std::function<at::Tensor(int)>& loss_of,
                                                  const Run& run) {
   std::vector<at::Tensor> losses;
-  for (const StageAction& action : ranks_.begin(num_micro, false)) {
+  for (const Action& action : ranks_.begin(num_micro, false)) {
     const std::unique_ptr<StagePass> pass = forward(action, loss_of, run);
     if (pass->loss.defined()) losses.push_back(pass->loss);
   }
@@ -95,7 +97,7 @@ std::vector<at::Tensor> PipelineRunner::evaluate(int num_micro,
 }
 
 std::unique_ptr<PipelineRunner::StagePass> PipelineRunner::forward(
-    const StageAction& action, const std::function<at::Tensor(int)>& loss_of, const Run& run) {
+    const Action& action, const std::function<at::Tensor(int)>& loss_of, const Run& run) {
   ranks_.start(action);
   auto pass = std::make_unique<StagePass>(StagePass{.action = action, .begun = action.stage == 0});
   if (action.stage > 0) pass->given = ranks_.receive(action);
@@ -139,35 +141,59 @@ std::unique_ptr<PipelineRunner::StagePass> PipelineRunner::forward(
   return pass;
 }
 
-void PipelineRunner::backward(const StageAction& action, StagePass& pass) {
+void PipelineRunner::backward(const Action& action, StagePass& pass) {
   ranks_.start(action);
-  std::vector<at::Tensor> roots, gradients;
+  if (action.part != BackwardPart::kWeights) {
+    backward_from(action, pass);
+  } else {
+    core_.resume_backward();
+    pass.made.tensors.clear();
+    if (pass.loss.defined()) pass.loss = pass.loss.detach();
+    run_backward([&] { ranks_.backward_weights(action); });
+  }
+  if (action.is_last()) ranks_.end_backward(action);
+}
+
+void PipelineRunner::backward_from(const Action& action, StagePass& pass) {
+  PipelineRanks::StageGraph graph;
   if (pass.loss.defined()) {
-    roots = {pass.loss};
-    gradients = {core_.start_backward(pass.loss)};
+    graph.outputs = {pass.loss};
+    graph.gradients = {core_.start_backward(pass.loss)};
   } else {
     const StageMessage given = ranks_.receive(action);
     for (size_t i = 0; i < given.tensors.size(); ++i) {
       const at::Tensor& output = pass.made.tensors.at(i);
       if (!output.requires_grad() || !given.tensors[i].defined()) continue;
-      roots.push_back(output);
-      gradients.push_back(given.tensors[i]);
+      graph.outputs.push_back(output);
+      graph.gradients.push_back(given.tensors[i]);
     }
     core_.resume_backward();
   }
-  // If no output needs a gradient, the stage has no roots. It still counts the backward and sends
+  // If no output needs a gradient, the stage has no graph. It still counts the backward and sends
   // an answer.
-  try {
-    if (!roots.empty()) torch::autograd::backward(roots, gradients);
-  } catch (const std::exception& error) {
-    core_.backward_failed(error.what());
-    throw;
-  }
-  ranks_.end_backward(action);
+  run_backward([&] {
+    if (action.part == BackwardPart::kAll) {
+      if (!graph.outputs.empty()) torch::autograd::backward(graph.outputs, graph.gradients);
+      return;
+    }
+    for (const auto& one : pass.arrivals) {
+      if (one) graph.inputs.push_back(one->anchor);
+    }
+    ranks_.backward_inputs(action, std::move(graph));
+  });
   if (action.stage == 0) return;
   StageMessage back;
   for (const auto& one : pass.arrivals) back.tensors.push_back(one ? one->gradient : at::Tensor());
   ranks_.send(action, back);
+}
+
+void PipelineRunner::run_backward(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    core_.backward_failed(error.what());
+    throw;
+  }
 }
 
 at::Tensor PipelineRunner::call(const torch::nn::Module& module, const Tensors& inputs,
@@ -211,7 +237,7 @@ void PipelineRunner::take(const std::string& module, const Tensors& inputs) {
     if (trains[i] == '1' && at::GradMode::is_enabled()) {
       const auto arrival = c10::make_intrusive<StageInput>();
       arrival->value = value;
-      value = Arrive::apply(at::empty({0}).requires_grad_(), arrival);
+      value = Arrive::apply(arrival->anchor, arrival);
       pass_->arrivals.back() = arrival;
     }
     pass_->values.emplace_back(inputs[i], value);

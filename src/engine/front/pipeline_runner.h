@@ -49,7 +49,7 @@ class PipelineRunner {
   struct Arrive;
   // One stage's forward of one micro-batch. It is kept until its backward.
   struct StagePass {
-    StageAction action;
+    Action action;
     StageMessage given{};  // received from the previous stage
     bool begun = false;    // the first unit of the stage was called
     std::vector<std::pair<at::Tensor, at::Tensor>> values{};  // stand-in, received value
@@ -57,9 +57,12 @@ class PipelineRunner {
     StageMessage made{};  // sent to the next stage
     at::Tensor loss{};
   };
-  std::unique_ptr<StagePass> forward(const StageAction& action,
+  std::unique_ptr<StagePass> forward(const Action& action,
                                      const std::function<at::Tensor(int)>& loss_of, const Run& run);
-  void backward(const StageAction& action, StagePass& pass);
+  void backward(const Action& action, StagePass& pass);
+  // Starts the backward of all gradients or of the inputs, and sends the inputs' gradients.
+  void backward_from(const Action& action, StagePass& pass);
+  void run_backward(const std::function<void()>& work);
   void take(const std::string& module, const Tensors& inputs);
   Tensors with_values(const std::string& module, const Tensors& inputs) const;
 

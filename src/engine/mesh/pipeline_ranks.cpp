@@ -22,7 +22,7 @@ const std::vector<StagePiece>& PipelineRanks::pieces() const {
   return state_->model_ranks.stages->pieces();
 }
 
-std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
+std::vector<Action> PipelineRanks::begin(int num_micro, bool trains) {
   state_->check_open("train_batch");
   const Schedule schedule = state_->model_ranks.window->schedule(num_micro, trains);
   state_->model_ranks.stages->begin(schedule);
@@ -36,29 +36,33 @@ std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
                seen, " backwards"));
   }
   Core::State::Planning{*state_}.begin_window(schedule, trains);
-  std::vector<StageAction> actions;
-  for (const Action& one : schedule.ranks[static_cast<size_t>(index())]) {
-    actions.push_back({one.stage, one.forward, one.micro});
-  }
-  return actions;
+  return schedule.ranks[static_cast<size_t>(index())];
 }
 
-void PipelineRanks::start(const StageAction& action) {
-  state_->model_ranks.window->start({action.stage, action.forward, action.micro});
-}
+void PipelineRanks::start(const Action& action) { state_->model_ranks.window->start(action); }
 
-StageMessage PipelineRanks::receive(const StageAction& action) {
-  parallel::TensorMessage message =
-      state_->model_ranks.stages->receive({action.stage, action.forward, action.micro});
+StageMessage PipelineRanks::receive(const Action& action) {
+  parallel::TensorMessage message = state_->model_ranks.stages->receive(action);
   return {std::move(message.text), std::move(message.tensors)};
 }
 
-void PipelineRanks::send(const StageAction& action, const StageMessage& made) {
-  state_->model_ranks.stages->send({action.stage, action.forward, action.micro},
-                                   {made.text, made.tensors});
+void PipelineRanks::send(const Action& action, const StageMessage& made) {
+  state_->model_ranks.stages->send(action, {made.text, made.tensors});
 }
 
-void PipelineRanks::end_backward(const StageAction& action) {
+void PipelineRanks::backward_inputs(const Action& action, StageGraph graph) {
+  auto& [outputs, gradients, inputs] = graph;
+  engine::SplitBackward split(std::move(outputs), std::move(gradients), std::move(inputs));
+  Core::State::BackwardEnd{*state_}.inputs_of_stage(split);
+  state_->model_ranks.window->keep(action, std::move(split));
+}
+
+void PipelineRanks::backward_weights(const Action& action) {
+  engine::SplitBackward split = state_->model_ranks.window->take(action);
+  Core::State::BackwardEnd{*state_}.weights_of_stage(split);
+}
+
+void PipelineRanks::end_backward(const Action& action) {
   Core::State::BackwardEnd{*state_}.of_stage(action.micro);
 }
 

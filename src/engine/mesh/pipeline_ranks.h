@@ -9,6 +9,7 @@
 
 #include "penstock/core.h"
 #include "penstock/export.h"
+#include "src/plan/pipeline_schedule.h"
 
 namespace penstock {
 
@@ -16,13 +17,6 @@ namespace penstock {
 struct StagePiece {
   std::string module;
   int stage = 0;
-};
-
-// One stage computes one micro-batch in one direction.
-struct StageAction {
-  int stage = 0;
-  bool forward = true;
-  int micro = 0;
 };
 
 // A module's buffer. A forward of the stage may change its values.
@@ -55,18 +49,30 @@ class PENSTOCK_API PipelineRanks {
   // order. If `trains` is false, there are only forwards. Throws ConfigError if the schedule does
   // not allow this number of micro-batches. Throws RuntimeFault if an error ended the previous
   // window, or if that window was not applied.
-  std::vector<StageAction> begin(int num_micro, bool trains);
+  std::vector<Action> begin(int num_micro, bool trains);
   // Must be called before each action's forward or backward, in the order of begin(). Throws
   // RuntimeFault if another action is next.
-  void start(const StageAction& action);
+  void start(const Action& action);
   // Waits for the message that `action` needs. It comes from the previous stage or, for a backward,
   // from the next stage. Throws RuntimeFault if the peer is gone.
-  StageMessage receive(const StageAction& action);
+  StageMessage receive(const Action& action);
   // Sends the result of `action` to the next stage or, for a backward, to the previous stage.
   // Returns at once. The tensors must not change until end().
-  void send(const StageAction& action, const StageMessage& made);
-  // Must be called after every backward, even if the backward reached no parameter of this rank.
-  void end_backward(const StageAction& action);
+  void send(const Action& action, const StageMessage& made);
+
+  // What a stage's backward starts from and where it ends.
+  struct StageGraph {
+    std::vector<at::Tensor> outputs;    // of the stage, without those that need no gradient
+    std::vector<at::Tensor> gradients;  // of `outputs`; undefined: 1
+    std::vector<at::Tensor> inputs;     // leaves at which the gradients for the previous stage end
+  };
+  // Run the two parts of a split backward (SplitBackward). backward_inputs() keeps the graph until
+  // backward_weights() has run.
+  void backward_inputs(const Action& action, StageGraph graph);
+  void backward_weights(const Action& action);
+  // Must be called after every backward of all gradients or of weights, even if the backward
+  // reached no parameter of this rank.
+  void end_backward(const Action& action);
   // Waits until all messages have arrived.
   void end();
 

@@ -15,6 +15,10 @@ namespace {
 constexpr const char* kForward = "stage forward";
 constexpr const char* kBackward = "stage backward";
 
+// Returns the key of a message, by the action that needs it. Both parts of a split backward need the
+// same message.
+Action key_of(const Action& action) { return {action.stage, action.forward, action.micro}; }
+
 // Returns the label of the message that `action` needs.
 comm::Label label_of(const Action& action) {
   return concat(action.forward ? "inputs" : "output gradients", " of stage ", action.stage,
@@ -123,9 +127,9 @@ void StageLanes::begin(const Schedule& schedule) {
 // See [Note: No deadlock] for the order of the posted receives.
 parallel::TensorMessage StageLanes::receive(const Action& action) {
   StageLane& lane = *receives(action.forward).lane;
-  while (!arriving_.contains(action) && post(lane)) {
+  while (!arriving_.contains(key_of(action)) && post(lane)) {
   }
-  const auto found = arriving_.find(action);
+  const auto found = arriving_.find(key_of(action));
   PENSTOCK_ASSERT(found != arriving_.end(), concat("no message is expected for ", action.text()));
   const std::shared_ptr<Arriving> arriving = std::move(found->second);
   arriving_.erase(found);

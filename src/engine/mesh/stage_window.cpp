@@ -60,6 +60,7 @@ ModelDesc StageWindow::by_stage(ModelDesc model, const std::vector<int>& spannin
 
 bool StageWindow::begin(const Schedule& schedule, bool trains) {
   actions_ = schedule.ranks[static_cast<size_t>(index_)];
+  splits_.clear();
   begun_ = 0;
   trains_ = trains;
   if (!trains || schedule == trained_) return false;
@@ -77,11 +78,28 @@ void StageWindow::start(const Action& action) {
                             begun_ < actions_.size() ? actions_[begun_].text() : "none"));
 }
 
+void StageWindow::keep(const Action& inputs, SplitBackward split) {
+  splits_.emplace(std::pair(inputs.stage, inputs.micro), std::move(split));
+}
+
+SplitBackward StageWindow::take(const Action& weights) {
+  const auto found = splits_.find({weights.stage, weights.micro});
+  PENSTOCK_ASSERT(found != splits_.end(), concat(weights.text(), " before its inputs"));
+  SplitBackward split = std::move(found->second);
+  splits_.erase(found);
+  return split;
+}
+
 std::optional<StageWindow::StageTurn> StageWindow::now(bool forward) const {
   if (begun_ == 0 || begun_ > actions_.size()) return {};
   const Action& action = actions_[begun_ - 1];
   if (action.forward != forward) return {};
   return StageTurn{static_cast<int>(begun_) - 1, action.stage, trains_};
+}
+
+bool StageWindow::only_inputs() const {
+  return begun_ > 0 && begun_ <= actions_.size() &&
+         actions_[begun_ - 1].part == BackwardPart::kInputs;
 }
 
 bool StageWindow::computes(int unit) const {

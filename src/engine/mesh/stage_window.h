@@ -1,12 +1,15 @@
 #pragma once
 // StageWindow: what this rank of a pipeline computes in a window, action by action. Used only by
 // the model's thread.
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/engine/mesh/stage_split.h"
 #include "src/engine/model/units.h"
+#include "src/engine/step/split_backward.h"
 #include "src/place/groups.h"
 #include "src/plan/model_desc.h"
 #include "src/plan/pipeline_schedule.h"
@@ -46,9 +49,14 @@ class StageWindow {
   // Returns the action in progress if it has this direction. Otherwise, and outside of windows,
   // returns nothing.
   std::optional<StageTurn> now(bool forward) const;
+  // Returns whether the action in progress computes only the gradients of the stage's inputs.
+  bool only_inputs() const;
   // Returns whether the action in progress computes with the unit. The modules of other stages are
   // called, too, and return stand-ins. Returns true outside of windows.
   bool computes(int unit) const;
+  // Keeps the graph of a split backward from its first part to its second one.
+  void keep(const Action& inputs, SplitBackward split);
+  SplitBackward take(const Action& weights);
   void end() { actions_.clear(); }
 
  private:
@@ -58,6 +66,7 @@ class StageWindow {
   std::vector<std::vector<int>> stages_of_;  // by unit: the stages of this rank that visit it
   Schedule trained_;
   std::vector<Action> actions_;
+  std::map<std::pair<int, int>, SplitBackward> splits_;  // by stage and micro-batch
   size_t begun_ = 0;  // actions that began
   bool trains_ = false;
 };

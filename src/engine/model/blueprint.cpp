@@ -165,6 +165,18 @@ void check_tensor(const ModelTree& tree, const Config& config) {
   if (config.tiling.any()) fail("\"tiling\" is not supported with tensor ranks yet; remove it");
 }
 
+// Calls `fail` for settings that do not work with split backwards.
+void check_split(const Config& config, const std::function<void(const std::string&)>& fail) {
+  const auto refuse = [&](const std::string& what) {
+    fail(concat("\"parallel.schedule\": \"zero_bubble\" is not supported with ", what,
+                "; use \"1f1b\""));
+  };
+  if (config.mesh.tensor > 1) refuse("\"mesh.tensor\" yet");
+  if (config.mesh.sequence > 1) refuse("\"mesh.sequence\" yet");
+  // Each part of the backward would compute the forward again.
+  if (config.activations.checkpoint > 0) refuse("\"activations.checkpoint\"");
+}
+
 // Throws ConfigError for settings that do not work with pipelines yet.
 void check_pipeline(const Config& config) {
   const auto fail = [&](const std::string& what) {
@@ -172,6 +184,7 @@ void check_pipeline(const Config& config) {
         concat("[engine::draw] \"mesh.pipeline\" is ", config.mesh.pipeline, ": ", what));
   };
   if (config.tiling.any()) fail("\"tiling\" is not supported in pipelines yet; remove it");
+  if (config.parallel.schedule == "zero_bubble") check_split(config, fail);
   if (leaves_tiers_open(config)) {
     fail(
         "\"auto\" cannot choose tiers for stages of different sizes. Set \"offload.optimizer\" and "

@@ -30,10 +30,6 @@ class BeforeBackward final : public torch::autograd::FunctionPreHook {
   std::function<void()> before_;
 };
 
-GraphPlace place_of(const torch::autograd::Node& node) {
-  return {node.thread_id(), node.sequence_nr()};
-}
-
 void hook(torch::autograd::Node& node, const GraphPlace& since,
           const std::function<void(const GraphPlace&)>& before) {
   if (node.sequence_nr() < since.number) return;
@@ -42,6 +38,10 @@ void hook(torch::autograd::Node& node, const GraphPlace& since,
 }
 
 }  // namespace
+
+GraphPlace place_of(const torch::autograd::Node& node) {
+  return {node.thread_id(), node.sequence_nr()};
+}
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
@@ -75,6 +75,10 @@ void before_backward_of(const std::vector<at::Tensor>& outputs, const GraphPlace
       hook(*output._base().grad_fn(), since, before);
     }
   }
+}
+
+bool is_unit_hook(const torch::autograd::FunctionPreHook& hook) {
+  return dynamic_cast<const BeforeBackward*>(&hook) != nullptr;
 }
 
 bool only_looked_up(const std::vector<at::Tensor>& outputs) {

@@ -7,6 +7,11 @@
 
 #include "src/device/torch_compat.h"
 
+namespace torch::autograd {
+struct FunctionPreHook;
+struct Node;
+}  // namespace torch::autograd
+
 namespace penstock::engine {
 
 // Returns true inside a backward, also while activation checkpointing recomputes a forward in it.
@@ -31,6 +36,9 @@ struct GraphPlace {
   }
 };
 
+// Returns the place of a node.
+GraphPlace place_of(const torch::autograd::Node& node);
+
 // Returns the place of the next node that this thread records.
 GraphPlace now();
 
@@ -42,6 +50,9 @@ GraphPlace in_graph();
 // because a unit may return its own input.
 void before_backward_of(const std::vector<at::Tensor>& outputs, const GraphPlace& since,
                         const std::function<void(const GraphPlace&)>& before);
+
+// Returns whether before_backward_of() added this hook to a node.
+bool is_unit_hook(const torch::autograd::FunctionPreHook& hook);
 
 // Returns whether each of `outputs` is an embedding lookup. The backward of a lookup reads no
 // parameter.

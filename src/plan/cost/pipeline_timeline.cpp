@@ -26,6 +26,12 @@ int64_t numel(const UnitDesc& unit, bool trained_only = false) {
   return sum;
 }
 
+// The part of a backward's time that the gradients of the inputs take (work_of()).
+double inputs_share(const UnitDesc& unit) {
+  const auto params = static_cast<double>(numel(unit));
+  return params > 0 ? params / (params + static_cast<double>(numel(unit, true))) : 0.5;
+}
+
 // Times the lines of one rank's plan.
 class LineTimer {
  public:
@@ -64,6 +70,9 @@ class LineTimer {
         if (step.mark == Mark::kBegin || step.mark == Mark::kUse) return 0;
         const UnitWork& work = work_[step.units[0]];
         if (step.op == Op::kForward) return of(work.forward);
+        const double inputs = inputs_share(part_.units[step.units[0]]) * of(work.backward);
+        if (step.mark == Mark::kInputs) return inputs;
+        if (step.mark == Mark::kWeights) return of(work.backward) - inputs;
         return of(work.backward) + (part_.units[step.units[0]].recomputed ? of(work.forward) : 0.0);
       }
       case Op::kUpdate: {
@@ -236,7 +245,7 @@ class RankReplay {
     issued_ = begin;
     compute_ = begin;
     occupy(line.seconds);
-    held_ += forward ? line.share : -line.share;
+    if (step.mark != Mark::kInputs) held_ += forward ? line.share : -line.share;
     rank_.most_held = std::max(rank_.most_held, held_);
   }
 

@@ -59,7 +59,11 @@ TEST(Timeline, BubblesAndWhatIsHeld) {
   const Timeline gpipe = timeline_of(bf16("ddp"), mesh, {"gpipe", 1, 8}, computing(), 4);
   const Timeline one = timeline_of(bf16("ddp"), mesh, {"1f1b", 1, 8}, computing(), 4);
   const Timeline two = timeline_of(bf16("ddp"), mesh, {"interleaved", 2, 8}, computing(), 8);
+  const Timeline split = timeline_of(bf16("ddp"), mesh, {"zero_bubble", 1, 8}, computing(), 4);
   for (int rank = 0; rank < 4; ++rank) {
+    EXPECT_NEAR(split.ranks[rank].idle, 3, 1e-9);
+    EXPECT_NEAR(split.ranks[rank].busy, 24, 1e-9);
+    EXPECT_NEAR(split.ranks[rank].most_held, 4, 1e-9);
     EXPECT_NEAR(gpipe.ranks[rank].idle, 9, 1e-9);
     EXPECT_NEAR(one.ranks[rank].idle, 9, 1e-9);
     EXPECT_NEAR(one.ranks[rank].busy, 24, 1e-9);
@@ -103,6 +107,7 @@ TEST(Timeline, BubbleOfStages) {
   EXPECT_NEAR(simulated_bubble("1f1b", 4, 8, even), 9.0 / 24, 1e-9);
   EXPECT_NEAR(simulated_bubble("gpipe", 4, 8, even), 9.0 / 24, 1e-9);
   EXPECT_NEAR(simulated_bubble("interleaved", 2, 8, even), 3.0 / 48, 1e-9);
+  EXPECT_NEAR(simulated_bubble("zero_bubble", 4, 8, even), 3.0 / 24, 1e-9);
   // Stages of 1 + 2 and 2 + 4 seconds. The slower stage waits for the first forward. After it, only
   // the first stage's backward of the last micro-batch runs.
   EXPECT_NEAR(simulated_bubble("1f1b", 2, 4, {{1, 2}, {2, 4}}), (15.0 + 3) / 36, 1e-9);

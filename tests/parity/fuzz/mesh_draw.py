@@ -147,6 +147,9 @@ def make(seed: int, largest_world: int = 8) -> MeshCase:
     rules = _rules(rng, tensor) if tensor > 1 else {}
     optimizer = rng.choice(["AdamW", "Adam", "SGD", "Adagrad"])
     settings = _settings(rng, strategy, options["tied"], "head" in rules)
+    splits = virtual == tensor == 1 and "activations" not in settings
+    if splits and micro >= pipeline > 1:
+        schedules.append("zero_bubble")
     return MeshCase(
         seed=seed,
         data=data,
