@@ -3,15 +3,19 @@
     python benchmarks/bubble.py [--ranks 4] [--micro 8] [--ms 20] [--json FILE]
 
 Each rank has one layer. Its forward, its input gradients and its weight gradients sleep `--ms`
-milliseconds each, so ranks that share cores do not slow each other down. The bubble is the time of
-a step beyond the layer's own time, divided by that time. It therefore includes everything that the
-engine does in a step. It is printed beside the simulator's (`simulated_bubble`) and torch's 1F1B.
+milliseconds each, so ranks that share cores do not slow each other down. The bubble is the time in
+which ranks do not compute, from the first forward of a step to the last backward, divided by the
+time in which they do. The simulator's bubble (`simulated_bubble`) is for stages that take the
+measured times. The last column is the time of a whole step beyond the layer's sleeps, divided by
+these; torch's 1F1B runs in turn with the engines, without an optimizer.
 """
 
 from __future__ import annotations
 
 import argparse
+import pathlib
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -22,6 +26,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import penstock
 from penstock._native import _penstock
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+from pipeline_report import Clock, Done, gather
 
 WIDTH = 64
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
@@ -101,22 +108,39 @@ def torchs(options: argparse.Namespace) -> Any:
     return step
 
 
+def seconds_of(row: list[Done], forward: bool) -> float:
+    """A stage's mean seconds for a micro-batch, in one direction."""
+    own = [one.end - one.begin - one.waited for one in row if one.forward == forward]
+    return sum(own) / len({one.micro for one in row})
+
+
+def bubbles(schedule: str, windows: list[list[Done]]) -> tuple[float, float]:
+    """Measured and simulated, medians over steps. All ranks call it."""
+    measured, simulated = [], []
+    for rows in zip(*gather(windows), strict=True):
+        every = [one for row in rows for one in row]
+        busy = sum(one.end - one.begin - one.waited for one in every)
+        whole = max(one.end for one in every) - min(one.begin for one in every)
+        stages = [(seconds_of(row, True), seconds_of(row, False)) for row in rows]
+        micro = len({one.micro for one in every})
+        measured.append(len(rows) * whole / busy - 1)
+        simulated.append(_penstock.simulated_bubble(schedule, len(rows), micro, stages))
+    return statistics.median(measured), statistics.median(simulated)
+
+
 def work(options: argparse.Namespace) -> dict[str, Any]:
     engines = {schedule: ours(schedule, options) for schedule in SCHEDULES}
+    clocks = {schedule: Clock(engine) for schedule, (engine, _) in engines.items()}
     steps = {schedule: step for schedule, (_, step) in engines.items()}
     seconds = interleave(steps | {"torch 1F1B": torchs(options)}, options.rounds, 1)
-    own = 3 * options.micro * options.ms / 1e3
-    part = options.ms / 1e3
-    figures = {name: statistics.median(taken) / own - 1 for name, taken in seconds.items()}
+    sleeps = 3 * options.micro * options.ms / 1e3
+    figures = {
+        "bubbles": {name: bubbles(name, list(clocks[name].windows)[2:]) for name in SCHEDULES},
+        "beyond": {name: statistics.median(taken) / sleeps - 1 for name, taken in seconds.items()},
+    }
     for engine, _ in engines.values():
         engine.close()
-    simulated = {
-        name: _penstock.simulated_bubble(
-            name, options.ranks, options.micro, [(part, 2 * part)] * options.ranks
-        )
-        for name in SCHEDULES
-    }
-    return {"measured": figures, "simulated": simulated}
+    return figures
 
 
 def main() -> None:
@@ -131,13 +155,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.result:
         return run_rank(work, options)
-    arguments = [f"--{name}={getattr(options, name)}" for name in ("ranks", "micro", "ms", "rounds")]
+    arguments = [
+        f"--{name}={getattr(options, name)}" for name in ("ranks", "micro", "ms", "rounds")
+    ]
     figures = launch(__file__, arguments, options.ranks)
     print(f"{options.ranks} ranks, {options.micro} micro-batches, {options.ms} ms a part")
-    for name, measured in figures["measured"].items():
-        simulated = figures["simulated"].get(name)
-        beside = "" if simulated is None else f", simulated {simulated:.3f}"
-        print(f"{name:12} bubble {measured:.3f}{beside}")
+    print(f"{'':12}{'measured':>10}{'simulated':>11}{'step':>8}")
+    for name, beyond in figures["beyond"].items():
+        own = figures["bubbles"].get(name)
+        bubble = "".join(f"{one:>{10 + i}.3f}" for i, one in enumerate(own or ())) or " " * 21
+        print(f"{name:12}{bubble}{beyond:>8.3f}")
     write_json(options.json, figures | {"machine": machine()})
     return None
 

@@ -35,6 +35,17 @@ void run_backward(const Work& work) {
   }
 }
 
+void backward_inputs(PipelineRanks& ranks, const Action& action, std::vector<at::Tensor> outputs,
+                     const Tensors& gradients, std::vector<at::Tensor> inputs) {
+  PipelineRanks::StageGraph graph{std::move(outputs), {}, std::move(inputs)};
+  for (const auto& one : gradients) graph.gradients.push_back(one.value_or(at::Tensor()));
+  run_backward([&] { ranks.backward_inputs(action, std::move(graph)); });
+}
+
+void backward_weights(PipelineRanks& ranks, const Action& action) {
+  run_backward([&] { ranks.backward_weights(action); });
+}
+
 // Detaches the tensors from their Python objects, because freeing a Python object on another thread
 // needs the interpreter's lock.
 std::vector<at::Tensor> into(const Tensors& tensors) {
@@ -85,21 +96,9 @@ void bind_pipeline_ranks(py::module_& module) {
           [](PipelineRanks& ranks, const Action& action, const py::bytes& text,
              const Tensors& tensors) { ranks.send(action, {text, into(tensors)}); },
           py::arg("action"), py::arg("text"), py::arg("tensors"))
-      .def(
-          "backward_inputs",
-          [](PipelineRanks& ranks, const Action& action, std::vector<at::Tensor> outputs,
-             const Tensors& gradients, std::vector<at::Tensor> inputs) {
-            PipelineRanks::StageGraph graph{std::move(outputs), {}, std::move(inputs)};
-            for (const auto& one : gradients) graph.gradients.push_back(one.value_or(at::Tensor()));
-            run_backward([&] { ranks.backward_inputs(action, std::move(graph)); });
-          },
-          py::arg("action"), py::arg("outputs"), py::arg("gradients"), py::arg("inputs"))
-      .def(
-          "backward_weights",
-          [](PipelineRanks& ranks, const Action& action) {
-            run_backward([&] { ranks.backward_weights(action); });
-          },
-          py::arg("action"))
+      .def("backward_inputs", &backward_inputs, py::arg("action"), py::arg("outputs"),
+           py::arg("gradients"), py::arg("inputs"))
+      .def("backward_weights", &backward_weights, py::arg("action"))
       .def("end_backward", &PipelineRanks::end_backward, py::arg("action"), no_gil)
       .def("end", &PipelineRanks::end, no_gil)
       .def(

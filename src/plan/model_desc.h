@@ -76,6 +76,8 @@ inline constexpr int64_t kChunkGrain = 2048;  // elements
 // `kInputs` and `kWeights`: the two parts of a split backward (BackwardPart). A planner writes them
 // in place of the other marks.
 enum class Mark : uint8_t { kWhole, kBegin, kEnd, kUse, kGradient, kInputs, kWeights };
+// Returns whether a backward visit with this mark, which is not `kBegin`, produces a gradient.
+inline bool gives_gradient(Mark mark) { return mark != Mark::kUse && mark != Mark::kInputs; }
 
 // One entry in the order of a forward or backward. Units that contain others (the root) or that
 // stay in use have a `kBegin` and a `kEnd` visit. All other units have `kWhole` visits. In a

@@ -102,8 +102,9 @@ std::vector<Visit> marked(const ModelDesc& model, const std::vector<Visit>& orde
   for (size_t i = 0; i < order.size(); ++i) {
     Visit visit = order[i];
     const std::vector<FlatDesc>& flats = model.units[visit.unit].flats;
-    const bool frozen = !flats.empty() && std::none_of(flats.begin(), flats.end(),
-                                                       [](const auto& one) { return one.trainable; });
+    const bool frozen =
+        !flats.empty() &&
+        std::none_of(flats.begin(), flats.end(), [](const auto& one) { return one.trainable; });
     if (part == Mark::kWeights && frozen) continue;
     const bool ends_later =
         visit.mark == Mark::kBegin &&

@@ -190,8 +190,7 @@ Action before(const Action& action, int num_stages) {
 }
 
 const std::vector<std::string>& schedule_names() {
-  static const std::vector<std::string> kNames = {"gpipe", "1f1b", "interleaved",
-                                                  "zero_bubble"};
+  static const std::vector<std::string> kNames = {"gpipe", "1f1b", "interleaved", "zero_bubble"};
   return kNames;
 }
 
@@ -250,8 +249,8 @@ void check_schedule(const Schedule& schedule) {
       const Action inputs{stage, false, micro, BackwardPart::kInputs};
       const Action weights{stage, false, micro, BackwardPart::kWeights};
       const bool splits = seen.contains(inputs) || seen.contains(weights);
-      for (const Action& action : splits ? std::vector{forward, inputs, weights}
-                                         : std::vector{forward, backward}) {
+      for (const Action& action :
+           splits ? std::vector{forward, inputs, weights} : std::vector{forward, backward}) {
         if (!seen.contains(action)) refuse_schedule(concat(action.text(), " is missing"));
       }
       if (splits && seen.contains(backward)) {

@@ -57,10 +57,10 @@ struct PipelineShape {
 
 // "gpipe": all forwards, then all backwards (with virtual stages: breadth first, arXiv:2211.05953).
 // "1f1b": each backward as early as possible (PipeDream-flush, arXiv:2006.09503); one stage per
-// rank. "interleaved": 1f1b over virtual stages (arXiv:2104.04473, section 2.2). "zero_bubble": 1f1b
-// with split backwards (ZB-H1 of arXiv:2401.10241); one stage per rank, and each rank holds as many
-// micro-batches as the first rank of 1f1b. Throws ConfigError for an unknown name and for shapes
-// that the schedule does not allow.
+// rank. "interleaved": 1f1b over virtual stages (arXiv:2104.04473, section 2.2). "zero_bubble":
+// 1f1b with split backwards (ZB-H1 of arXiv:2401.10241); one stage per rank, and each rank holds as
+// many micro-batches as the first rank of 1f1b. Throws ConfigError for an unknown name and for
+// shapes that the schedule does not allow.
 Schedule make_schedule(const std::string& name, const PipelineShape& shape);
 const std::vector<std::string>& schedule_names();
 

@@ -18,7 +18,7 @@ constexpr std::array<const char*, 11> kOpNames = {"micro",   "move", "forward", 
                                                   "drop",    "sum",  "norm",    "update",
                                                   "publish", "send", "recv"};
 constexpr std::array<const char*, 7> kMarkNames = {"",         "begin",  "end",    "use",
-                                                  "gradient", "inputs", "weights"};
+                                                   "gradient", "inputs", "weights"};
 
 // Each function returns whether a line with this operation has that part.
 bool hops_on(Op op) { return op == Op::kSend || op == Op::kReceive; }

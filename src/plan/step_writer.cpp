@@ -130,8 +130,7 @@ void StepWriter::backward(const std::vector<Visit>& order, const std::vector<boo
     }
     // The gradient of a unit that is visited again is summed before the last visit only if it moves
     // anyway.
-    const bool has_gradient = mark != Mark::kUse && mark != Mark::kInputs;
-    const bool moves_now = has_gradient && !table_.holds_grad_in_place();
+    const bool moves_now = gives_gradient(mark) && !table_.holds_grad_in_place();
     const bool settles = mark != Mark::kInputs && (moves_now || i == last_visit[unit]);
     // The sum needs the gradient in memory, so it runs before the gradient is written to disk.
     if (settles && table_.grads_wait_on_disk()) sum_addends(unit);

@@ -116,7 +116,15 @@ def test_model_ranks_take_turns_with_the_lanes(strategy, device_pools, tmp_path,
     late(two("sequence", strategy, "llama", "two"), device_pools, tmp_path, largest, (100, 20000))
 
 
-@pytest.mark.parametrize("steps", ["interleaved", "eight"])
+@pytest.mark.parametrize("model", ["mlp", "llama", "gpt2"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "zero3 host"])
+def test_split_backwards(strategy, model, device_pools, tmp_path, largest):
+    case = two("pipeline", strategy, model, "zero bubble")
+    told = device_pools(2).run(run, case, str(tmp_path), 2, timeout=200)
+    test_meshes.check(told, largest)
+
+
+@pytest.mark.parametrize("steps", ["interleaved", "zero bubble", "eight"])
 def test_stages_launch_messages_in_one_order(steps, device_pools, tmp_path, largest):
     """Ranks launch up to 20 ms apart, with messages under way in both directions."""
     late(two("pipeline", "zero1", "mlp", steps), device_pools, tmp_path, largest, (100, 20000))

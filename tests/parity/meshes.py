@@ -67,6 +67,7 @@ STEPS_OF: dict[str, tuple[int, dict[str, Any]]] = {
     "three": (3, {"activations": {"checkpoint": "unit"}}),
     "eight": (8, {}),
     "interleaved": (4, {"parallel": {"schedule": "interleaved", "virtual_stages": 2}}),
+    "zero bubble": (4, {"parallel": {"schedule": "zero_bubble"}}),
 }
 IN_TURN = ("one", "two", "three", "eight")  # in all_cases()
 

@@ -95,9 +95,14 @@ MESHES = [
         {"parallel": {"schedule": "gpipe", "virtual_stages": 2}},
     ),
     ({"pipeline": 2}, 4, {}, ZERO_BUBBLE),
-    ({"pipeline": 2}, 5, {"tied": True, "skip": True}, ZERO_BUBBLE | {"units": {"layer_bytes": 1 << 20}}),
+    (
+        {"pipeline": 2},
+        5,
+        {"tied": True, "skip": True},
+        ZERO_BUBBLE | {"units": {"layer_bytes": 1 << 20}},
+    ),
     ({"pipeline": 4}, 5, {"tied": True, "own": True}, ZERO_BUBBLE | {"clip": 0.5}),
-    ({"pipeline": 2}, 3, {}, ZERO_BUBBLE | {"offload": {"optimizer": "host", "grads": "host"}}),
+    ({"pipeline": 2}, 3, {}, ZERO_BUBBLE | {"offload": {"optimizer": "host"}}),
     ({"pipeline": 2}, 3, {"own": True}, {"offload": {"optimizer": "host"}}),
     ({"pipeline": 2}, 2, {"tied": True}, {"activations": {"checkpoint": "unit"}}),
     ({"pipeline": 2}, 2, {}, {"parallel": {"stages": ["blocks.1"]}}),
@@ -108,6 +113,17 @@ MESHES = [
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_trains(strategy, mesh, micro, options, config, pools):
     for told in pools(4).run(trained, strategy, mesh, micro, options, config):
+        near(told)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_split_backwards_with_gradients_elsewhere(strategy, tier, pools, tmp_path):
+    offload = {"optimizer": tier, "gradients": tier, "path": str(tmp_path)}
+    if tier == "host":
+        del offload["path"]
+    config = ZERO_BUBBLE | {"offload": offload}
+    for told in pools(4).run(trained, strategy, {"pipeline": 2}, 3, {}, config):
         near(told)
 
 

@@ -311,7 +311,8 @@ def test_refused(config, expected, pools):
 
 
 def test_split_backwards_refuse_tensor_ranks(pools):
-    config = SPLIT | {"mesh": {"pipeline": 2, "tensor": 2}}
+    parallel = SPLIT["parallel"] | {"rules": {"*.up": "column", "*.down": "row"}}
+    config = {"mesh": {"pipeline": 2, "tensor": 2}, "parallel": parallel}
     for said in pools(4).run(refused, config):
         assert "zero_bubble" in said and "mesh.tensor" in said, said
 
@@ -334,7 +335,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Odd(models.Chain):
-    """A custom function with a weight, a block that runs twice, a checkpoint, and edits in place."""
+    """A custom function with a weight, a block that runs twice, a checkpoint, edits in place."""
 
     def __init__(self) -> None:
         super().__init__(layers=6)

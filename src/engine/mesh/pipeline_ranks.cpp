@@ -7,6 +7,7 @@
 #include "src/engine/step/backward_end.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/planning.h"
+#include "src/engine/step/stage_backward.h"
 
 namespace penstock {
 
@@ -53,13 +54,13 @@ void PipelineRanks::send(const Action& action, const StageMessage& made) {
 void PipelineRanks::backward_inputs(const Action& action, StageGraph graph) {
   auto& [outputs, gradients, inputs] = graph;
   engine::SplitBackward split(std::move(outputs), std::move(gradients), std::move(inputs));
-  Core::State::BackwardEnd{*state_}.inputs_of_stage(split);
+  Core::State::StageBackward{*state_}.inputs(split);
   state_->model_ranks.window->keep(action, std::move(split));
 }
 
 void PipelineRanks::backward_weights(const Action& action) {
   engine::SplitBackward split = state_->model_ranks.window->take(action);
-  Core::State::BackwardEnd{*state_}.weights_of_stage(split);
+  Core::State::StageBackward{*state_}.weights(split);
 }
 
 void PipelineRanks::end_backward(const Action& action) {

@@ -15,8 +15,8 @@ namespace {
 constexpr const char* kForward = "stage forward";
 constexpr const char* kBackward = "stage backward";
 
-// Returns the key of a message, by the action that needs it. Both parts of a split backward need the
-// same message.
+// Returns the key of a message, by the action that needs it. Both parts of a split backward need
+// the same message.
 Action key_of(const Action& action) { return {action.stage, action.forward, action.micro}; }
 
 // Returns the label of the message that `action` needs.

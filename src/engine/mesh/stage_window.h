@@ -67,7 +67,7 @@ class StageWindow {
   Schedule trained_;
   std::vector<Action> actions_;
   std::map<std::pair<int, int>, SplitBackward> splits_;  // by stage and micro-batch
-  size_t begun_ = 0;  // actions that began
+  size_t begun_ = 0;                                     // actions that began
   bool trains_ = false;
 };
 

@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "src/engine/step/core_state.h"
-#include "src/engine/step/split_backward.h"
 
 namespace penstock {
 
@@ -32,9 +31,6 @@ struct Core::State::BackwardEnd {
   bool unseen();
   // Ends a backward of a pipeline stage, even if it reached no trainable parameter of this rank.
   void of_stage(int64_t micro);
-  // Runs the two parts of a stage's split backward. Only the second one counts as a backward.
-  void inputs_of_stage(engine::SplitBackward& split);
-  void weights_of_stage(engine::SplitBackward& split);
 
   State& state;
 };

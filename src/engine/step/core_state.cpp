@@ -11,6 +11,7 @@
 #include "src/base/text.h"
 #include "src/engine/step/backward_end.h"
 #include "src/engine/step/planning.h"
+#include "src/engine/step/stage_backward.h"
 #include "src/engine/step/window_agreement.h"
 #include "src/engine/watch/observer.h"
 #include "src/plan/strategy.h"
@@ -360,7 +361,7 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   if (!window->armed() && !expects_gradients(*tiled, hooks)) {
     if (!moves_params) return;
     if (model_ranks.window && model_ranks.window->only_inputs()) {
-      return enter_for_inputs(unit, since, at);
+      return StageBackward{*this}.enter(unit, since, at);
     }
     return driver->pin(unit);
   }
@@ -382,21 +383,6 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
   // A unit that ran several times is older than nodes between its uses.
   const bool only_use = own.forwards == 1 && own.last_forward == since;
   if ((!own.expected || only_use) && unit != 0 && !spans) add_once(open_units, unit);
-}
-
-// See complete_open() for when a unit's use has ended.
-void Core::State::enter_for_inputs(int unit, const engine::GraphPlace& since,
-                                   const engine::GraphPlace& at) {
-  std::erase_if(open_units, [&](int open) {
-    const std::optional<engine::GraphPlace>& entered = progress[static_cast<size_t>(open)].entered;
-    if (open == unit || (entered && at.follows(*entered))) return false;
-    driver->pause(open);
-    return true;
-  });
-  std::optional<engine::GraphPlace>& own = progress[static_cast<size_t>(unit)].entered;
-  if (!own || own->follows(since)) own = since;  // a recomputed forward has a later place
-  driver->enter(Op::kBackward, unit);
-  if (unit != 0 && !order->spans(unit)) add_once(open_units, unit);
 }
 
 // Gradients alone do not show when a unit's last use in backward has ended, because some of its

@@ -153,6 +153,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   struct Checkpointing;  // checkpoints.cpp
   struct Observer;       // observer.h
   struct Planning;       // planning.h
+  struct StageBackward;  // stage_backward.h
 
  private:
   struct Closing;  // restore_model.cpp
@@ -173,8 +174,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void start_backward(bool in_autograd = true);
   // `since`: where the forward of this use began. `at`: the place that the backward has reached.
   void backward_enter(int unit, const engine::GraphPlace& since, const engine::GraphPlace& at);
-  // The same for the first part of a split backward, in which no gradients of parameters come.
-  void enter_for_inputs(int unit, const engine::GraphPlace& since, const engine::GraphPlace& at);
   void gradient_arrived(int unit, int flat, int slot);
   void take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
   void complete_open(int except, const engine::GraphPlace& at);

@@ -260,9 +260,7 @@ void Driver::run_to(size_t end) {
     // If parameters move, every unit is entered before its gradients come. So if a unit's line is
     // passed and the unit was not entered, this rank skipped the unit. The unit's gradient move
     // must still run, because other ranks wait in it.
-    const bool has_gradient = step.mark != Mark::kBegin && step.mark != Mark::kUse &&
-                              step.mark != Mark::kInputs;
-    if (step.op == Op::kBackward && has_gradient &&
+    if (step.op == Op::kBackward && step.mark != Mark::kBegin && gives_gradient(step.mark) &&
         executor_.table().moves_params() && active_[step.units.front()] == 0) {
       done_[step.units.front()] = true;
     }

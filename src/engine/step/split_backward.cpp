@@ -97,7 +97,7 @@ struct SplitBackward::Graph {
     std::vector<size_t> leaves;
     std::shared_ptr<KeptGradients> kept = std::make_shared<KeptGradients>();
   };
-  struct Group {
+  struct LeafGroup {
     std::vector<size_t> leaves, boundaries;
     GraphPlace at;       // at which a plain backward would reach the leaves
     bool early = false;  // the first part computes the gradients, and the second one adds them
@@ -189,9 +189,9 @@ struct SplitBackward::Graph {
     for (const Boundary& one : boundaries) {
       for (const size_t leaf : one.leaves) parent[root_of(leaf)] = root_of(one.leaves.front());
     }
-    std::map<size_t, Group> found;
+    std::map<size_t, LeafGroup> found;
     for (size_t i = 0; i < boundaries.size(); ++i) {
-      Group& group = found[root_of(boundaries[i].leaves.front())];
+      LeafGroup& group = found[root_of(boundaries[i].leaves.front())];
       group.boundaries.push_back(i);
       const GraphPlace at = place_of(*boundaries[i].node);
       if (group.boundaries.size() == 1 || at.number < group.at.number) group.at = at;
@@ -205,13 +205,13 @@ struct SplitBackward::Graph {
                                          [&](size_t i) { return runs_twice(*boundaries[i].node); });
       groups.push_back(std::move(group));
     }
-    std::sort(groups.begin(), groups.end(), [](const Group& left, const Group& right) {
+    std::sort(groups.begin(), groups.end(), [](const LeafGroup& left, const LeafGroup& right) {
       return left.at.number > right.at.number;
     });
   }
 
   // Returns whether a path leads from one boundary node of the group to another one.
-  bool repeats(const Group& group) const {
+  bool repeats(const LeafGroup& group) const {
     if (group.boundaries.size() < 2) return false;
     std::unordered_set<const Node*> ends, seen;
     std::vector<const Node*> open;
@@ -238,7 +238,7 @@ struct SplitBackward::Graph {
   }
 
   // Accumulates the group's gradients into its leaves.
-  void add(Group& group, const Tensors& leaves) {
+  void add(LeafGroup& group, const Tensors& leaves) {
     for (size_t i = 0; i < group.gradients.size(); ++i) {
       at::Tensor gradient = std::move(group.gradients[i]);
       if (gradient.defined()) torch::autograd::backward({leaves[i]}, {std::move(gradient)});
@@ -252,10 +252,11 @@ struct SplitBackward::Graph {
         at::Tensor& gradient = kept.gradients[input];
         if (!gradient.defined()) continue;
         if (gradient._version() != kept.versions[input]) {
-          throw RuntimeFault(concat(
-              "[engine::split_backward] a backward changed a gradient in place (after ",
-              boundaries[i].node->name(), "), but the gradients of weights still need it. Use "
-              "another \"parallel.schedule\", such as \"1f1b\""));
+          throw RuntimeFault(
+              concat("[engine::split_backward] a backward changed a gradient in place (after ",
+                     boundaries[i].node->name(),
+                     "), but the gradients of weights still need it. Use "
+                     "another \"parallel.schedule\", such as \"1f1b\""));
         }
         edges.emplace_back(boundaries[i].node, static_cast<uint32_t>(input));
         gradients.push_back(std::move(gradient));
@@ -275,7 +276,7 @@ struct SplitBackward::Graph {
   std::unordered_map<const Node*, std::vector<size_t>> leaves_of;
   Tensors leaves;
   std::vector<Boundary> boundaries;
-  std::vector<Group> groups;  // in the order of the second part
+  std::vector<LeafGroup> groups;  // in the order of the second part
 };
 
 namespace {
@@ -283,25 +284,25 @@ namespace {
 // The node whose backward is the second part. The backwards of the groups run inside it, so all of
 // them are one backward to the engine.
 struct WeightsPart final : torch::autograd::Function<WeightsPart> {
-  struct Work : torch::CustomClassHolder {
+  struct SecondPart : torch::CustomClassHolder {
     std::function<void()> run;
   };
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*anchor*/,
-                            const c10::intrusive_ptr<Work>& work) {
+                            const c10::intrusive_ptr<SecondPart>& work) {
     context->saved_data["work"] = c10::IValue::make_capsule(work);
     return at::empty({1});
   }
   static variable_list backward(torch::autograd::AutogradContext* context,
                                 const variable_list& /*gradients*/) {
     const auto capsule = context->saved_data["work"].toCapsule();
-    static_cast<Work*>(capsule.get())->run();
+    static_cast<SecondPart*>(capsule.get())->run();
     return {at::Tensor(), at::Tensor()};
   }
 };
 
 void run_as_backward(std::function<void()> run) {
   const at::AutoGradMode enabled(true);
-  const auto work = c10::make_intrusive<WeightsPart::Work>();
+  const auto work = c10::make_intrusive<WeightsPart::SecondPart>();
   work->run = std::move(run);
   const at::Tensor start = WeightsPart::apply(at::empty({1}).requires_grad_(), work);
   torch::autograd::backward({start}, {at::ones({1})});
@@ -323,7 +324,7 @@ void SplitBackward::inputs() {
   if (!splits()) return;
   graph_ = std::make_unique<Graph>(outputs_, gradients_, inputs_);
   Tensors ends = inputs_;
-  for (const Graph::Group& group : graph_->groups) {
+  for (const Graph::LeafGroup& group : graph_->groups) {
     if (group.early) {
       for (const at::Tensor& leaf : graph_->of(group.leaves)) {
         check_hooks(leaf);
@@ -340,7 +341,7 @@ void SplitBackward::inputs() {
   Tensors found = torch::autograd::grad(outputs_, ends, gradients_, /*retain_graph=*/true,
                                         /*create_graph=*/false, /*allow_unused=*/true);
   auto next = found.begin() + static_cast<ptrdiff_t>(inputs_.size());
-  for (Graph::Group& group : graph_->groups) {
+  for (Graph::LeafGroup& group : graph_->groups) {
     if (!group.early) continue;
     for (size_t i = 0; i < group.leaves.size(); ++i) group.gradients.push_back(std::move(*next++));
   }
@@ -348,9 +349,7 @@ void SplitBackward::inputs() {
   graph_->leaves_of.clear();
 }
 
-SplitBackward::Tensors SplitBackward::leaves() const {
-  return graph_ ? graph_->leaves : Tensors();
-}
+SplitBackward::Tensors SplitBackward::leaves() const { return graph_ ? graph_->leaves : Tensors(); }
 
 void SplitBackward::weights(const WeightEvents& events) {
   if (!graph_) {
@@ -359,7 +358,7 @@ void SplitBackward::weights(const WeightEvents& events) {
   }
   run_as_backward([&] {
     events.begin();
-    for (Graph::Group& group : graph_->groups) {
+    for (Graph::LeafGroup& group : graph_->groups) {
       const Tensors leaves = graph_->of(group.leaves);
       events.enter(leaves, group.at);
       graph_->add(group, leaves);

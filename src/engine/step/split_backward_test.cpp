@@ -111,7 +111,8 @@ void expect_same(const Stage& stage, Told* told = nullptr) {
   for (const auto& [name, gradient] : expected.weights) {
     const at::Tensor& own = found.weights.at(name);
     ASSERT_EQ(own.defined(), gradient.defined()) << name;
-    if (gradient.defined()) EXPECT_TRUE(own.allclose(gradient, 1e-6, 1e-7)) << name;
+    if (!gradient.defined()) continue;
+    EXPECT_TRUE(own.allclose(gradient, 1e-6, 1e-7)) << name;
   }
 }
 
@@ -231,7 +232,8 @@ TEST(SplitBackward, GradientsAddUpOverMicroBatches) {
     open.emplace_back(outputs, gradients_of(outputs), Tensors{inputs.back()});
     open.back().inputs();
   }
-  for (SplitBackward& one : open) one.weights({[] {}, [](const auto&, auto) {}, [](const auto&) {}});
+  for (SplitBackward& one : open)
+    one.weights({[] {}, [](const auto&, auto) {}, [](const auto&) {}});
   Stage again = stage;
   for (auto& [name, weight] : again.weights) weight = weight.detach().clone().requires_grad_();
   for (int micro = 0; micro < 3; ++micro) {

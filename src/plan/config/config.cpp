@@ -133,9 +133,10 @@ void parse_parallel(const Json& value, Config* config) {
   parallel.verify = section.choice("verify", parallel.verify, {"own", "all", "off"});
   const bool has_one = parallel.schedule == "1f1b" || parallel.schedule == "zero_bubble";
   if (parallel.virtual_stages > 1 && has_one)
-    fail(
-        concat("\"parallel.virtual_stages\" above 1 needs \"parallel.schedule\": \"interleaved\" or "
-               "\"gpipe\"; \"", parallel.schedule, "\" has one stage on each rank"));
+    fail(concat(
+        "\"parallel.virtual_stages\" above 1 needs \"parallel.schedule\": \"interleaved\" or "
+        "\"gpipe\"; \"",
+        parallel.schedule, "\" has one stage on each rank"));
   const Json* rules = section.find("rules");
   if (rules == nullptr) return;
   if (!rules->is_object()) fail_value("parallel.rules", *rules, "an object {name pattern: style}");

@@ -55,7 +55,7 @@ class Meter {
   // Adds what the model's own tensors take on the device at the visit of a unit. The stretches of
   // a unit are sums over all its visits in a forward or backward, so the first visit adds them.
   void compute(const Step& visit, const UnitTensors& own) {
-    if (visit.mark == Mark::kUse || visit.mark == Mark::kInputs) return;
+    if (!gives_gradient(visit.mark)) return;
     const std::pair pass(visit.op, visit.micro);
     if (std::exchange(pass_, pass) != pass) added_.clear();
     const bool forward = visit.op == Op::kForward;

@@ -120,8 +120,7 @@ class Simulation : StateBytes {
         if (std::exchange(phase_, "backward") == "forward") free_all(writing_);
         free_all(updating_);
         use(step);
-        if (step.mark != Mark::kUse && step.mark != Mark::kInputs)
-          make_grad(step.units[0], table_.grad_after_backward());
+        if (gives_gradient(step.mark)) make_grad(step.units[0], table_.grad_after_backward());
         meter_.compute(step, model_.units[step.units[0]].tensors);
         look_for_edits(step);
         break;
@@ -232,8 +231,8 @@ class Simulation : StateBytes {
   // this, values on disk are read one flat after another (GatheredValues::edited).
   void look_for_edits(const Step& step) {
     const Placement& rest = cell(Role::kParam, Phase::kRest);
-    const bool ends = step.mark == Mark::kWhole || step.mark == Mark::kEnd ||
-                      step.mark == Mark::kWeights;
+    const bool ends =
+        step.mark == Mark::kWhole || step.mark == Mark::kEnd || step.mark == Mark::kWeights;
     if (rest.tier != Tier::kDisk || !ends) return;
     const Held read{Tier::kHost, Use::kParam, largest_flat(step.units[0], rest)};
     meter_.add(read);
