@@ -266,7 +266,7 @@ def work(options: argparse.Namespace) -> None:
     steps_of(engine, 1)
     state = State(num_bytes, rank)
     rows = rounds_of(engine, state, folder, options.rounds)
-    stalls = [stall(engine, folder, rank) for _ in range(options.rounds)]
+    stalls = [stall(engine, folder, rank) for _ in range(options.stalls)]
     engine.close()
     if rank != 0:
         return
@@ -279,7 +279,7 @@ def work(options: argparse.Namespace) -> None:
             ratios = [a / b for a, b in zip(rows["fio"], seconds, strict=True)]
             text += f"  {total / middle / 1e9:6.2f} GB/s  {statistics.median(ratios):5.2f} of fio"
         print(text)
-    for name in stalls[0]:
+    for name in stalls[0] if stalls else ():
         print(f"  stall: {name:<10}{statistics.median(one[name] for one in stalls):8.3f}")
 
 
@@ -288,6 +288,7 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--gib", type=float, default=2.0, help="of state over both ranks")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stalls", type=int, default=1, help="rounds of steps beside a save")
     parser.add_argument("--disk", action="store_true", help="of state that rests in swap files")
     options = parser.parse_args()
     if "RANK" not in os.environ:

@@ -237,8 +237,9 @@ def test_evaluations_and_an_error_in_between():
     assert expected < last["activations"] < expected + 2 * KEPT
 
 
-def test_several_stages_of_a_rank_are_not_measured(pools):
-    found = pools(2).run(in_a_pipeline, "interleaved", 2)
+@pytest.mark.parametrize("schedule", [("interleaved", 2), ("zero_bubble", 1)])
+def test_several_stages_and_split_backwards_are_not_measured(schedule, pools):
+    found = pools(2).run(in_a_pipeline, *schedule)
     assert [one["activations"] for one in found] == [0, 0]
 
 

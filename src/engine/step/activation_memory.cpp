@@ -8,7 +8,8 @@ ActivationMemory::ActivationMemory(size_t num_units, const mem::Tiers& tiers, co
     : tiers_(tiers),
       in_stages_(config.mesh.pipeline > 1),
       units_(num_units),
-      over_(config.parallel.virtual_stages > 1) {}
+      over_(config.parallel.virtual_stages > 1 ||
+            (in_stages_ && config.parallel.schedule == "zero_bubble")) {}
 
 // An accelerator's allocator also counts the buffers of the engine.
 int64_t ActivationMemory::now() const { return memory_->now() - tiers_.accelerator.held(); }
