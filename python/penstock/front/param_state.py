@@ -32,7 +32,8 @@ class ParamState:
 
         Args:
             state_dict: as `Engine.state_dict()` returns it, in any floating dtypes.
-            strict, assign: as in `torch.nn.Module.load_state_dict()`.
+            strict: as in `torch.nn.Module.load_state_dict()`.
+            assign: as in `torch.nn.Module.load_state_dict()`.
 
         Returns:
             What the model's method returns: the missing and the unexpected keys.
