@@ -50,7 +50,7 @@ SPLITS = [
         "an operator that is not torch's own runs in both parts of a backward",
         "src/engine/step/split_backward.cpp",
         '  if (type.find("9generated") == std::string_view::npos) return false;\n',
-        "",
+        "  if (type.empty()) return false;\n",
         gtest("src/engine/engine_test", "SplitBackward*"),
     ),
     Mutation(
