@@ -57,8 +57,7 @@ def build(kind: str) -> Blocks:
 BATCHES = [models.batch(step, 0, 3) for step in range(3)]
 
 
-def trained(kind: str, strategy: str, **config: Any) -> dict[str, torch.Tensor]:
-    model = build(kind)
+def trained(model: nn.Module, strategy: str, **config: Any) -> dict[str, torch.Tensor]:
     engine = start(model, strategy, micro=3, **config)
     for one in BATCHES:
         engine.train_batch(one)
@@ -67,7 +66,7 @@ def trained(kind: str, strategy: str, **config: Any) -> dict[str, torch.Tensor]:
 
 
 def beside_plain(kind: str, strategy: str, layer_bytes: int) -> float:
-    found = trained(kind, strategy, units={"layer_bytes": layer_bytes}, **SPLIT)
+    found = trained(build(kind), strategy, units={"layer_bytes": layer_bytes}, **SPLIT)
     return far(found, weights_of(plain_steps(build(kind), BATCHES, 3)))
 
 
@@ -82,7 +81,8 @@ def test_units_in_units(strategy, kind, layer_bytes, pools):
 
 def beside_1f1b(strategy: str, autocast: bool) -> float:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return far(trained("dropout", strategy, **SPLIT), trained("dropout", strategy))
+        split = trained(build("dropout"), strategy, **SPLIT)
+        return far(split, trained(build("dropout"), strategy))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -95,11 +95,8 @@ def compiled(strategy: str) -> float:
     model = build("plain")
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    engine = start(model, strategy, micro=3, **SPLIT)
-    for one in BATCHES:
-        engine.train_batch(one)
-    engine.close()
-    return far(weights_of(model), weights_of(plain_steps(build("plain"), BATCHES, 3)))
+    found = trained(model, strategy, **SPLIT)
+    return far(found, weights_of(plain_steps(build("plain"), BATCHES, 3)))
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])

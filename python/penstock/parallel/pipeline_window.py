@@ -12,8 +12,8 @@ from penstock.parallel.pipeline_parallel import Handed, Micro
 from penstock.parallel.stand_in import is_absent
 
 LossOf = Callable[[Any, Any], torch.Tensor]
-# In this context torch's checkpoints compute a forward once for several backwards (since torch
-# 2.12).
+# In this context torch's checkpoints compute a forward once for several backwards. Some versions of
+# torch do not have it.
 _ONE_BACKWARD = getattr(torch.utils.checkpoint, "GraphExecGroup", contextlib.nullcontext)
 
 
