@@ -32,7 +32,7 @@ struct ParamInfo {
   at::Tensor param;
   int group = 0;   // optimizer parameter group
   int whole = -1;  // for a tile: index of the parameter whose rows the tile has
-  Cut cut{};       // cut over the tensor axis, from the config's rules
+  Cut cut{};       // from the config's rules
 };
 struct BufferInfo {
   std::string name;

@@ -1,10 +1,10 @@
 #pragma once
-// Cut: which part of a parameter one rank of the tensor axis has. A plain value, usable from any
-// thread.
+// Cut: which part of a parameter one rank of an axis has. A plain value, usable from any thread.
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+#include "penstock/axis.h"
 #include "penstock/export.h"
 
 namespace penstock {
@@ -20,6 +20,7 @@ struct PENSTOCK_API Cut {
   int64_t dim = 0;  // the dim that is cut
   std::vector<int64_t>
       parts;  // sizes along `dim` of the parts that are cut separately: [Q|K|V] has three
+  Axis axis = Axis::kTensor;  // the axis whose ranks have the parts
 
   // Returns the ranges [begin, end) along `dim` that rank `index` of `count` has: its share() of
   // each part, in order. Empty unless kind is kCut.

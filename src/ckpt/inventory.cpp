@@ -23,8 +23,8 @@ struct Walker {
   const Placement& whole() const { return executor.table().at(Role::kParam, Phase::kForward); }
 
   int64_t begin_of(const Placement& place, const exec::Flat& flat) const {
-    return shard_index(place, executor.mesh(), rank) * flat.numel /
-           num_shards(place, executor.mesh());
+    const Mesh over = flat.placement.mesh(executor.mesh());
+    return shard_index(place, over, rank) * flat.numel / num_shards(place, over);
   }
 
   // Adds the resting parameters of a flat without masters.
@@ -74,8 +74,9 @@ std::vector<Holding> holdings(exec::Executor& executor, int rank,
 }
 
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank) {
-  const int own = shard_index(holding.place, mesh, rank);
   const ModelPlacement& placement = holding.flat->placement;
+  const Mesh over = placement.mesh(mesh);
+  const int own = shard_index(holding.place, over, rank);
   const int stage = mesh.coordinate(rank, Axis::kPipeline);
   const std::vector<int>& stages = placement.on(Axis::kPipeline).holders;
   if (!stages.empty() && stages.front() != stage) return {0, 0};  // that stage writes it
@@ -84,7 +85,7 @@ std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, i
   for (int other = 0; other < mesh.world(); ++other) {
     if (mesh.coordinate(other, Axis::kPipeline) != stage) continue;
     if (!placement.is_alike(mesh, rank, other)) continue;
-    if (shard_index(holding.place, mesh, other) != own) continue;
+    if (shard_index(holding.place, over, other) != own) continue;
     index += other < rank ? 1 : 0;
     ++count;
   }

@@ -23,7 +23,7 @@ void gather_between_nodes(Rank& rank, Lanes& lanes, const FlatShard& shard,
                           const comm::Label& label, char* full, Dtype dtype) {
   std::vector<Axis> axes = {Axis::kNode};
   if (shard.place.on(Axis::kLocal) == Layout::kSharded) axes.push_back(Axis::kLocal);
-  const Members& members = rank.groups.of(axes);
+  const Members& members = shard.over.groups.of(axes);
   const int64_t size = dtype_bytes(shard.place.dtype), numel = shard.numel / members.size();
   const int64_t pieces = kRoomBytes / size / members.size() / kPieceNumel;
   const int64_t most = std::min(numel, std::max<int64_t>(1, pieces) * kPieceNumel);

@@ -12,6 +12,7 @@ namespace penstock::exec {
 
 // One rank's shard of a flat with `numel` elements. `own` may be on any tier but the disk.
 struct FlatShard {
+  const FlatMesh& over;
   Placement place;
   device::Address own;
   int64_t numel = 0;

@@ -205,6 +205,16 @@ void Executor::set_step(int64_t step) {
   rank_.tiers.recorder->set_step(step);
 }
 
+bool divides_model(const Executor& executor) {
+  const Mesh& mesh = executor.mesh();
+  if (mesh.size(Axis::kTensor) > 1 || mesh.size(Axis::kPipeline) > 1) return true;
+  const std::vector<UnitState>& units = executor.units();
+  return std::any_of(units.begin(), units.end(), [](const UnitState& unit) {
+    return std::any_of(unit.flats.begin(), unit.flats.end(),
+                       [](const Flat& flat) { return flat.placement.is_sharded(); });
+  });
+}
+
 void take_every_edit(Executor& executor) {
   const auto num_units = static_cast<int>(executor.units().size());
   for (int unit = 0; unit < num_units; ++unit) executor.values().take_edits(unit);

@@ -81,6 +81,9 @@ class Executor {
   Lanes lanes_;
 };
 
+// Returns whether ranks hold different parts of the model: parts of parameters, or stages. The
+// result is the same on all ranks.
+bool divides_model(const Executor& executor);
 // Copies user edits to the masters of all units, as the next update would.
 void take_every_edit(Executor& executor);
 // [stage] For a table with deltas ([Note: Deltas]): publishes the parameters themselves, not their

@@ -40,8 +40,7 @@ struct Slot {
   uint32_t version = 0;  // the parameter's version counter when its window was set
   int index = 0;         // index of the parameter in ModelTree::params
   int number = 0;        // index among the slots of all stages
-  Cut cut{};             // how the ranks along `cut_axis` cut the parameter
-  Axis cut_axis = Axis::kTensor;
+  Cut cut{};             // how ranks cut the parameter
   std::vector<int64_t> sizes, whole;  // sizes of this rank's part; sizes of the full tensor
   std::vector<std::pair<int64_t, int64_t>> ranges{};  // this rank's part along cut.dim
   int64_t offset = 0, numel = 0;

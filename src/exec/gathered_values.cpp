@@ -49,14 +49,15 @@ bool GatheredValues::through_devices(const Placement& place) const {
 void GatheredValues::gather(const Placement& from, const char* own, const Flat& flat,
                             const std::string& label, char* full) {
   if (through_devices(from)) {
-    const FlatShard shard{from, const_cast<char*>(own), flat.numel};
+    const FlatShard shard{rank_.mesh_of(flat), from, const_cast<char*>(own), flat.numel};
     return gather_between_nodes(rank_, lanes_, shard, label, full, Dtype::kFp32);
   }
   Placement place = from, wanted = rank_.whole();
   place.tier = Tier::kDevice;
   wanted.dtype = Dtype::kFp32;
   Walk walk = rank_.walk_on_host(place, hops(place, wanted));
-  walk.add({const_cast<char*>(own), full, place.dtype, Dtype::kFp32, flat.numel});
+  walk.add(rank_.mesh_of(flat),
+           {const_cast<char*>(own), full, place.dtype, Dtype::kFp32, flat.numel});
   walk.run(rank_.channels.stage(), label);
 }
 
@@ -105,18 +106,19 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
   const at::Tensor part = kept == nullptr ? at::Tensor() : on_host(*kept);
   char* const values = kept == nullptr ? nullptr : bytes_of(part);
   const int64_t part_bytes = rank_.numel_of(place, flat) * dtype_bytes(place.dtype);
-  const bool arrives = everywhere || rank_.groups.data().index == 0;
+  const FlatMesh& over = rank_.mesh_of(flat);
+  const bool arrives = everywhere || over.groups.data().index == 0;
   char* own =
-      arrives ? room + shard_index(place, rank_.mesh, rank_.group.rank()) * part_bytes : room;
+      arrives ? room + shard_index(place, over.mesh, rank_.group.rank()) * part_bytes : room;
   if (kept == nullptr) own_masters(flat, own);
   if (everywhere) {
     gather(place, kept == nullptr ? own : values, flat, label, room);
   } else if (through_devices(place)) {
-    const FlatShard shard{place, kept == nullptr ? own : values, flat.numel};
+    const FlatShard shard{over, place, kept == nullptr ? own : values, flat.numel};
     gather_between_nodes(rank_, lanes_, shard, label, arrives ? room : nullptr, place.dtype);
   } else {
     if (kept != nullptr && arrives) std::memcpy(own, values, part_bytes);
-    rank_.channels.stage().collect(label, owners(place, rank_.mesh, rank_.group.rank()),
+    rank_.channels.stage().collect(label, owners(place, over.mesh, rank_.group.rank()),
                                    kept == nullptr || arrives ? own : values, part_bytes);
   }
   if (kept != nullptr) rank_.traffic.let_go(*kept);
@@ -145,6 +147,7 @@ at::Tensor GatheredValues::open_sum(const Flat& flat, const Copy* sum, const std
                  sum->one().dtype, slot.numel, false);
   }
   if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
+  if (flat.placement.num_summed() > 1) own.div_(flat.placement.num_summed());
   Placement place = rank_.table.grad_after_backward();
   place.dtype = Dtype::kFp32;
   return whole(place, own.data_ptr(), flat, label);
@@ -212,7 +215,7 @@ at::Tensor put_together(const Slot& slot, const at::Tensor& parts, const Members
 
 at::Tensor GatheredValues::whole_of(const Slot& slot, const at::Tensor& part) {
   if (!slot.is_cut()) return part;
-  const Members& ranks = rank_.groups.of({slot.cut_axis});
+  const Members& ranks = rank_.along(slot.cut.axis).of({slot.cut.axis});
   const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part.cpu());
   rank_.channels.stage().all_gather(
       concat("whole ", slot.name), ranks,
@@ -239,10 +242,11 @@ at::Tensor GatheredValues::across_stages(const Flat& flat, const at::Tensor& own
 }
 
 at::Tensor GatheredValues::whole_on_first(const Slot& slot, const at::Tensor& part) {
-  Members ranks = rank_.groups.of({slot.cut_axis});
-  const bool first = rank_.groups.data().index == 0 && ranks.index == 0;
+  const Groups& groups = rank_.along(slot.cut.axis);
+  Members ranks = groups.of({slot.cut.axis});
+  const bool first = groups.data().index == 0 && ranks.index == 0;
   if (!slot.is_cut()) return first ? part : at::Tensor();
-  if (rank_.groups.data().index > 0) ranks.index = -1;
+  if (groups.data().index > 0) ranks.index = -1;
   const at::Tensor parts = room_for_parts(slot, first ? ranks.size() : 1, 0, part);
   rank_.channels.stage().collect(concat("whole ", slot.name), ranks, parts.data_ptr(),
                                  slot.room * static_cast<int64_t>(parts.element_size()));
@@ -251,7 +255,7 @@ at::Tensor GatheredValues::whole_on_first(const Slot& slot, const at::Tensor& pa
 
 at::Tensor GatheredValues::part_of(const Slot& slot, const at::Tensor& whole) const {
   if (!slot.is_cut()) return whole;
-  const Members& ranks = rank_.groups.of({slot.cut_axis});
+  const Members& ranks = rank_.along(slot.cut.axis).of({slot.cut.axis});
   std::vector<at::Tensor> parts;
   for (const auto& [first, end] : slot.cut.ranges(ranks.index, ranks.size())) {
     parts.push_back(whole.narrow(slot.cut.dim, first, end - first));
@@ -281,7 +285,7 @@ void GatheredValues::set_rest(Flat& flat, const Placement& at, char* values,
   const at::Tensor made =
       at::empty({owner == nullptr ? 0 : rest.numel}, device::scalar_type(rest.dtype));
   const device::Address to = owner == nullptr ? rest.data() : device::Address(made.data_ptr());
-  walk.add({values, to, Dtype::kFp32, rest.dtype, flat.numel});
+  walk.add(rank_.mesh_of(flat), {values, to, Dtype::kFp32, rest.dtype, flat.numel});
   walk.run(rank_.channels.stage(), label);
   if (owner != nullptr) device::copy(rest.data(), to, rest.bytes());
   renew_base(rank_, flat);

@@ -203,7 +203,8 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       flat.uncount();
       mem::Lease old;
       const Travel::Fed residual = Residuals(rank_).begin(flat, walk->route(), &old);
-      walk->add({data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
+      walk->add(rank_.mesh_of(flat),
+                {data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
                  start.moving, &flat.squares, &flat.norm_there, noise_of(flat, number_), residual});
       moved_.push_back({&flat, to, std::move(source->one().memory), start.moving, std::move(old)});
       source->valid = false;
@@ -269,11 +270,14 @@ void Gradients::add_up(Flat& flat, Buffer& sum, Axis axis, const comm::Label& la
   exec::add_up(rank_.channels.addends(flat, axis), sum.data(), sum.dtype, sum.numel, label);
 }
 
-// Ends a sum, to which no backward will add any more. On a device, take() does not check values, so
-// the sum of all values is kept there as a scalar. The norm reads the scalar to find values that
-// are not finite.
+// Ends a sum of this rank's backwards, to which no backward will add any more. On a device, take()
+// does not check values, so the sum of all values is kept there as a scalar. The norm reads the
+// scalar to find values that are not finite.
 void Gradients::close(Flat& flat, Buffer& sum) {
   flat.complete(sum);
+  if (flat.placement.num_summed() > 1) {
+    device::view(sum.data(), sum.dtype, sum.numel).div_(flat.placement.num_summed());
+  }
   if (sum.data().device == nullptr) return;
   const at::Tensor total = device::sum_on_device(sum.data(), sum.dtype, sum.numel);
   flat.sum_there = flat.sum_there.defined() ? flat.sum_there.add(total) : total;
@@ -343,7 +347,7 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
   const Buffer& sum = copy->one();
   PENSTOCK_ASSERT(sum.memory, concat("[exec::norm] the gradient of ", flat.slots.front().name,
                                      " left memory before its squares were summed"));
-  const auto [at, numel] = counted(*copy);
+  const auto [at, numel] = counted(flat, *copy);
   if (at.device != nullptr) {
     there->push_back(device::norm_on_device(at, sum.dtype, numel));
     return 0.0;
@@ -351,12 +355,13 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
   return device::host::sum_squares(at.host(), sum.dtype, numel);
 }
 
-std::pair<device::Address, int64_t> Gradients::counted(const Copy& copy) const {
+std::pair<device::Address, int64_t> Gradients::counted(const Flat& flat, const Copy& copy) const {
+  const Mesh& mesh = rank_.mesh_of(flat).mesh;
   int64_t numel = copy.one().numel, begin = 0;
   for (const Axis axis : {Axis::kLocal, Axis::kNode}) {  // [Note: Shard order]
     if (copy.place.on(axis) != Layout::kReplicated) continue;
-    numel /= rank_.mesh.size(axis);
-    begin += rank_.mesh.coordinate(rank_.group.rank(), axis) * numel;
+    numel /= mesh.size(axis);
+    begin += mesh.coordinate(rank_.group.rank(), axis) * numel;
   }
   return {copy.one().at(begin), numel};
 }
@@ -365,7 +370,7 @@ double Gradients::exact_squares(Flat& flat) {
   const Copy* copy = held(flat);
   if (copy == nullptr || !copy->one().memory) return std::numeric_limits<double>::infinity();
   const Dtype dtype = copy->one().dtype;
-  const auto [at, numel] = counted(*copy);
+  const auto [at, numel] = counted(flat, *copy);
   if (at.device == nullptr) return device::host::sum_squares(at.host(), dtype, numel);
   return device::read({device::exact_squares_on_device(at, dtype, numel)}).front();
 }
@@ -436,6 +441,7 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   slot.written |= made;
   // If the values are added up over model axes later, each rank gets an equal addend.
   const bool open = made || !rank_.cells.grads_on_disk;
+  if (made) factor *= flat.placement.num_summed();
   write(flat, *copy, slot, full, factor / (open ? flat.placement.num_addends(rank_.mesh) : 1));
 }
 

@@ -80,8 +80,9 @@ class Gradients {
   double exact_squares(Flat& flat);
 
  private:
-  // Returns the values of a copy that this rank counts: their address and number.
-  std::pair<device::Address, int64_t> counted(const Copy& copy) const;
+  // Returns the values of a copy of the flat's gradient that this rank counts: their address and
+  // number.
+  std::pair<device::Address, int64_t> counted(const Flat& flat, const Copy& copy) const;
 
   struct Moved {  // in flight on the reduce lane
     Flat* flat = nullptr;

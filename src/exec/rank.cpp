@@ -26,6 +26,21 @@ bool sums_over(const std::vector<UnitState>& units, Axis axis) {
   });
 }
 
+// Returns the mesh of the run, then the other meshes over which flats are placed.
+std::list<FlatMesh> meshes_of(const std::vector<UnitState>& units, const Mesh& run, int rank) {
+  std::list<FlatMesh> meshes;
+  meshes.emplace_back(run, rank);
+  for (const UnitState& unit : units) {
+    for (const Flat& flat : unit.flats) {
+      const Mesh own = flat.placement.mesh(run);
+      const bool known = std::any_of(meshes.begin(), meshes.end(),
+                                     [&](const FlatMesh& one) { return one.mesh == own; });
+      if (!known) meshes.emplace_back(own, rank);
+    }
+  }
+  return meshes;
+}
+
 }  // namespace
 
 int count_slots(const std::vector<UnitState>& units) {
@@ -53,11 +68,12 @@ Rank::Rank(const Table& strategy, const Mesh& ranks, Group& peers, mem::Tiers& m
            std::vector<UnitState> parts)
     : table(strategy.on(ranks)),
       cells(table),
-      mesh(ranks),
-      groups(ranks, peers.rank()),
       group(peers),
       tiers(memory),
       units(std::move(parts)),
+      meshes(meshes_of(units, ranks, peers.rank())),
+      mesh(meshes.front().mesh),
+      groups(meshes.front().groups),
       num_slots(count_slots(units)),
       traffic(memory),
       channels(groups, ranks, peers, units) {
@@ -70,12 +86,25 @@ Rank::Rank(const Table& strategy, const Mesh& ranks, Group& peers, mem::Tiers& m
   }
 }
 
+const FlatMesh& Rank::mesh_of(const Flat& flat) const {
+  if (meshes.size() == 1) return meshes.front();
+  const Mesh own = flat.placement.mesh(mesh);
+  return *std::find_if(meshes.begin(), meshes.end(),
+                       [&](const FlatMesh& one) { return one.mesh == own; });
+}
+
+const Groups& Rank::along(Axis axis) const {
+  const auto found = std::find_if(meshes.begin(), meshes.end(),
+                                  [&](const FlatMesh& one) { return one.mesh.size(axis) > 1; });
+  return (found == meshes.end() ? meshes.front() : *found).groups;
+}
+
 const Members& Rank::replicas(const Flat& flat) const {
   std::vector<Axis> axes = {Axis::kNode, Axis::kLocal};
   for (const Axis axis : kModelAxes) {
     if (axis != Axis::kPipeline && !flat.placement.is_sharded(axis)) axes.push_back(axis);
   }
-  return groups.of(axes);
+  return mesh_of(flat).groups.of(axes);
 }
 
 // Each lane gets its own connections, because collectives on one connection run one after another:
@@ -83,8 +112,9 @@ const Members& Rank::replicas(const Flat& flat) const {
 void Rank::connect() {
   if (!on_accelerator() || !group.device_groups()) return;
   std::vector<const Members*> done;
-  const auto use = [&](const std::vector<Axis>& axes, const std::vector<comm::Channel*>& by) {
-    const Members& members = groups.of(axes);
+  const auto use = [&](const Groups& of, const std::vector<Axis>& axes,
+                       const std::vector<comm::Channel*>& by) {
+    const Members& members = of.of(axes);
     if (members.size() < 2 || std::count(done.begin(), done.end(), &members) > 0) return;
     done.push_back(&members);
     for (comm::Channel* channel : by) {
@@ -93,12 +123,15 @@ void Rank::connect() {
     connected = true;
   };
   const std::vector<comm::Channel*> lanes = {&channels.gather, &channels.reduce};
-  use({Axis::kNode, Axis::kLocal}, lanes);
-  use({Axis::kLocal}, lanes);
-  use({Axis::kNode}, lanes);
+  for (const FlatMesh& one : meshes) {
+    use(one.groups, {Axis::kNode, Axis::kLocal}, lanes);
+    use(one.groups, {Axis::kLocal}, lanes);
+    use(one.groups, {Axis::kNode}, lanes);
+  }
   // The addends of gradients are summed on the model's thread.
   for (const Axis axis : kModelAxes) {
-    if (axis != Axis::kPipeline && sums_over(units, axis)) use({axis}, {&channels.stage()});
+    if (axis == Axis::kPipeline || !sums_over(units, axis)) continue;
+    use(groups, {axis}, {&channels.stage()});
   }
   if (!sums_over(units, Axis::kPipeline)) return;
   channels.connect_tied(group, tiers.computes.where());

@@ -2,6 +2,7 @@
 // Rank: the state that the parts of one rank's executor share. Lanes: the threads to which these
 // parts submit work.
 #include <array>
+#include <list>
 #include <string>
 #include <utility>
 #include <vector>
@@ -68,8 +69,12 @@ struct Rank {
   Dtype dtype_of(const Placement& place, const Flat& flat) const {
     return table.dtype_in(place, flat.dtype);
   }
+  // Returns the mesh over which the flat's copies are placed.
+  const FlatMesh& mesh_of(const Flat& flat) const;
+  // Returns this rank's groups on the mesh that has the axis.
+  const Groups& along(Axis axis) const;
   int64_t numel_of(const Placement& place, const Flat& flat) const {
-    return flat.numel / num_shards(place, mesh);
+    return flat.numel / num_shards(place, mesh_of(flat).mesh);
   }
   // Returns the number of the chunk's elements in the update cell. A flat with one chunk may be
   // sharded differently at rest.
@@ -78,7 +83,7 @@ struct Rank {
   }
   // Returns the first element of this rank's shard under `place`.
   int64_t begin_of(const Placement& place, const Flat& flat) const {
-    return shard_index(place, mesh, group.rank()) * numel_of(place, flat);
+    return shard_index(place, mesh_of(flat).mesh, group.rank()) * numel_of(place, flat);
   }
   // Returns whether a user's edit can change the resting parameters and leave the masters
   // unchanged. This is possible if forward and backward use the resting copy and the masters are in
@@ -96,11 +101,11 @@ struct Rank {
            !cells.updates_on_device();
   }
   Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
-    return {route(from, moves, mesh, group.rank(), consumes), mesh, groups, tiers};
+    return {{from, moves, consumes, false}, meshes.front(), group.rank(), tiers};
   }
   // Makes a walk from host memory to host memory. The tiers of the placements are ignored.
   Walk walk_on_host(const Placement& from, const std::vector<Move>& moves) {
-    return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
+    return {{from, moves, false, true}, meshes.front(), group.rank(), tiers};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
   // Returns whether this rank counts its values of the flat ([Note: Model axes]).
@@ -126,11 +131,12 @@ struct Rank {
 
   const Table table;
   const Cells cells;
-  const Mesh mesh;
-  const Groups groups;
   Group& group;
   mem::Tiers& tiers;
   std::vector<UnitState> units;
+  const std::list<FlatMesh> meshes;  // the mesh of the run, then those of single flats
+  const Mesh& mesh;                  // of the run
+  const Groups& groups;
   const int num_slots;  // number of slots over all stages
   mem::DiskTraffic traffic;
   std::vector<Doubt> doubts;  // read by the next norm

@@ -117,7 +117,7 @@ std::optional<Matrix> matrix_of(const ModelTree& tree, const ModuleInfo& module)
 
 class Cutter {
  public:
-  Cutter(int count, ModelTree* tree) : count_(count), tree_(*tree) {}
+  Cutter(const MeshConfig& mesh, ModelTree* tree) : count_(mesh.tensor), tree_(*tree) {}
 
   // Cuts one module. `rule` is the first rule that matches it.
   Ruled cut(int index, const Rule& rule) {
@@ -197,10 +197,10 @@ class Cutter {
       if (known) continue;
       for (const int param : tree_.modules[index].params) {
         if (tree_.params[param].cut.kind != TensorCut::kCut) continue;
-        if (is_own(given_.at(param)->row->style)) continue;
-        given_.at(param)->fail(concat("it cuts parameter \"", tree_.params[param].name,
-                                      "\", which module \"", tree_.modules[index].name,
-                                      "\" also uses. Give that module a rule, too"));
+        const Rule& rule = *given_.at(param).rule;
+        if (is_own(rule.row->style)) continue;
+        rule.fail(concat("it cuts parameter \"", tree_.params[param].name, "\", which module \"",
+                         tree_.modules[index].name, "\" also uses. Give that module a rule, too"));
       }
     }
   }
@@ -209,12 +209,13 @@ class Cutter {
 
   void give(int index, const Cut& cut, const Rule& rule) {
     const ParamInfo& param = tree_.params[index];
-    const auto [at, added] = given_.emplace(index, &rule);
-    if (!added && tree_.params[index].cut != cut) {
+    const auto [at, added] = given_.emplace(index, Given{&rule, cut});
+    const auto& [known, its] = at->second;
+    if (!added && its != cut) {
       rule.fail(concat("parameter \"", param.name, "\" is shared, and \"parallel.rules.",
-                       at->second->pattern, "\" (\"", at->second->text, "\") cuts it differently"));
+                       known->pattern, "\" (\"", known->text, "\") cuts it differently"));
     }
-    tree_.params[index].cut = cut;
+    if (ranks_along(cut.axis) > 1) tree_.params[index].cut = cut;
   }
 
  private:
@@ -272,9 +273,15 @@ class Cutter {
     return parts;
   }
 
-  const int count_;
+  int ranks_along(Axis) const { return count_; }
+
+  struct Given {
+    const Rule* rule;
+    Cut cut;
+  };
+  const int count_;  // of tensor ranks
   ModelTree& tree_;
-  std::map<int, const Rule*> given_;
+  std::map<int, Given> given_;  // by parameter
 };
 
 bool matches(const Rule& rule, const std::string& name) {
@@ -300,13 +307,13 @@ std::string names_of_matrices(const ModelTree& tree) {
   return concat(names.empty() ? "none" : join(names, ", "), more ? ", ..." : "");
 }
 
-std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
-                         ModelTree* tree) {
+std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules,
+                         const MeshConfig& mesh, ModelTree* tree) {
   std::vector<Rule> parsed;
   for (const auto& [pattern, text] : rules) {
     if (!is_of_front(text.substr(0, text.find(':')))) parsed.push_back(parse(pattern, text));
   }
-  Cutter cutter(count, tree);
+  Cutter cutter(mesh, tree);
   std::vector<Ruled> ruled;
   for (size_t index = 0; index < tree->modules.size(); ++index) {
     for (Rule& rule : parsed) {

@@ -45,8 +45,9 @@ struct Ruled {
 // be "partial", "whole", "own_rows" or "own_columns" (parts as for "column" are allowed). The
 // first rule that matches applies. Throws ConfigError for rules that match nothing, are impossible,
 // or contradict each other on a shared parameter.
-std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
-                         ModelTree* tree);
+// An axis of one rank cuts nothing.
+std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules,
+                         const MeshConfig& mesh, ModelTree* tree);
 
 // Returns the names of the Linear and Embedding modules, for error texts.
 std::string names_of_matrices(const ModelTree& tree);

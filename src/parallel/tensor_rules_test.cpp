@@ -34,7 +34,7 @@ ModelTree tree() {
 std::string told(const Rules& rules, int count = 2) {
   ModelTree model = tree();
   try {
-    apply(rules, count, &model);
+    apply(rules, MeshConfig{.tensor = count}, &model);
   } catch (const ConfigError& error) {
     return error.what();
   }
@@ -50,7 +50,7 @@ TEST(Rules, GiveParametersTheirCuts) {
                                           {"wte", "vocab"},
                                           {"head", "vocab"},
                                           {"attn.heads", "divide"}},
-                                         2, &model);
+                                         MeshConfig{.tensor = 2}, &model);
   ASSERT_EQ(ruled.size(), 6);
   const auto cut = [&](size_t index) { return model.params[index].cut; };
   EXPECT_EQ(cut(0), (Cut{TensorCut::kCut, 0, {11}}));
@@ -77,7 +77,7 @@ TEST(Rules, ModulesMayComputeWithTheirOwnParts) {
                        {"attn.proj.weight", "own_columns"},
                        {"norm.bias", "own_rows"}};
   model.params[0].param = at::zeros({12, 8});  // also the head's, which has no rule
-  EXPECT_TRUE(apply(rules, 2, &model).empty());
+  EXPECT_TRUE(apply(rules, MeshConfig{.tensor = 2}, &model).empty());
   EXPECT_EQ(model.params[0].cut, (Cut{TensorCut::kCut, 0, {12}}));
   EXPECT_EQ(model.params[1].cut, (Cut{TensorCut::kCut, 0, {8, 8, 8}}));
   EXPECT_EQ(model.params[2].cut, Cut{});
@@ -87,21 +87,23 @@ TEST(Rules, ModulesMayComputeWithTheirOwnParts) {
 
 TEST(Rules, TheFirstThatMatchesCounts) {
   ModelTree model = tree();
-  apply({{"attn.proj", "whole"}, {"attn.*", "column"}}, 2, &model);
+  apply({{"attn.proj", "whole"}, {"attn.*", "column"}}, MeshConfig{.tensor = 2}, &model);
   EXPECT_EQ(model.params[3].cut, Cut{});
   EXPECT_EQ(model.params[1].cut.kind, TensorCut::kCut);
 }
 
 TEST(Rules, SharedHeadsStayWhole) {
   ModelTree model = tree();
-  const std::vector<Ruled> ruled = apply({{"attn.qkv", "shared:2"}}, 4, &model);
+  const std::vector<Ruled> ruled =
+      apply({{"attn.qkv", "shared:2"}}, MeshConfig{.tensor = 4}, &model);
   EXPECT_EQ(ruled.front().heads, 2);
   EXPECT_EQ(model.params[1].cut.kind, TensorCut::kPartial);
   EXPECT_EQ(model.params[2].cut.kind, TensorCut::kPartial);
   for (const int count : {1, 2}) {  // at least as many heads as ranks
     ModelTree other = tree();
-    EXPECT_EQ(apply({{"attn.qkv", "shared:2"}}, count, &other).front().style, Style::kColumn);
-    EXPECT_EQ(other.params[1].cut, (Cut{TensorCut::kCut, 0, {24}}));
+    EXPECT_EQ(apply({{"attn.qkv", "shared:2"}}, MeshConfig{.tensor = count}, &other).front().style,
+              Style::kColumn);
+    EXPECT_EQ(other.params[1].cut, count == 1 ? Cut{} : (Cut{TensorCut::kCut, 0, {24}}));
   }
 }
 

@@ -8,12 +8,9 @@
 #include <utility>
 #include <vector>
 
-namespace penstock {
+#include "penstock/axis.h"
 
-// Axes in the order in which ranks are numbered: ranks that differ only in the last axis are
-// neighbours, and ranks of different stages are farthest apart. A new axis needs one name here and
-// one row below.
-enum class Axis : uint8_t { kPipeline, kNode, kLocal, kExpert, kSequence, kTensor };
+namespace penstock {
 
 struct AxisRow {
   Axis axis;

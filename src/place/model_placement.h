@@ -43,6 +43,14 @@ class ModelPlacement {
   bool is_sharded() const;  // on any axis
 
   int num_holders(Axis axis, const Mesh& mesh) const;
+  // Returns the mesh over which the flat's copies are placed, and on which its gradient is averaged
+  // over the data axes.
+  Mesh mesh(const Mesh& run) const { return run; }
+
+  // Returns the number of data ranks whose samples are all in the gradient that one rank's backward
+  // leaves. The average over the data ranks of mesh() must be divided by this number.
+  int num_summed() const { return 1; }
+
   // Returns the number of addends of a gradient, over all axes.
   int num_addends(const Mesh& mesh) const;
   // Returns whether the rank with this coordinate on the axis holds the flat.

@@ -258,6 +258,10 @@ void mark_recomputed(const Config& config, ModelDesc& model) {
 
 namespace {
 
+int num_shards_of(const FlatDesc& flat, const Placement& place, const Config& config) {
+  return num_shards(place, flat.placement.mesh(mesh_of(config)));
+}
+
 // Returns the bytes that pass through memory for the first of `count` chunks, which is the largest.
 int64_t chunk_bytes(const Config& config, const Table& table, const UnitDesc& unit, int count) {
   const Placement& optim = table.at(Role::kOptim, Phase::kRest);
@@ -270,7 +274,7 @@ int64_t chunk_bytes(const Config& config, const Table& table, const UnitDesc& un
     if (table.at(Role::kParam, Phase::kRest).tier == Tier::kDisk)
       of_element += dtype_bytes(flat.dtype);
     bytes +=
-        range_of({0, count}, flat.numel / num_shards(optim, mesh_of(config))).second * of_element;
+        range_of({0, count}, flat.numel / num_shards_of(flat, optim, config)).second * of_element;
   }
   return bytes;
 }
@@ -282,14 +286,14 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
   const int64_t most = config.offload.window_bytes / 3;
   const Placement& optim = table.at(Role::kOptim, Phase::kRest);
   const bool streams = streams_state(table);
-  const int num_shards = penstock::num_shards(optim, mesh_of(config));
   for (UnitDesc& unit : model.units) {
     unit.num_chunks = 1;
     if (!streams) continue;
     int64_t grains = 1;
     for (const FlatDesc& flat : unit.flats) {
       if (!flat.trainable) continue;
-      grains = std::max(grains, (flat.numel / num_shards + kChunkGrain - 1) / kChunkGrain);
+      const int64_t owned = flat.numel / num_shards_of(flat, optim, config);
+      grains = std::max(grains, (owned + kChunkGrain - 1) / kChunkGrain);
     }
     const int64_t all = chunk_bytes(config, table, unit, 1);
     unit.num_chunks = static_cast<int>(std::min(grains, all / std::max<int64_t>(1, most) + 1));
@@ -401,7 +405,7 @@ void add_outer_steps(const Config& config, const Table& table, const ModelDesc& 
   for (const UnitDesc& unit : model.units) {
     for (const FlatDesc& flat : unit.flats) {
       if (!flat.trainable) continue;
-      const int64_t own = flat.numel / num_shards(table.master(), mesh_of(config));
+      const int64_t own = flat.numel / num_shards_of(flat, table.master(), config);
       numel += own;
       sent += outer_bytes(config.comm, own, config.mesh.node);
     }

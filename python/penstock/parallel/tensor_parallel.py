@@ -55,6 +55,9 @@ class TensorParallel:
         self._core, self._count = core, config.mesh.tensor
         self._attributes: list[_Attribute] = []
         self._check: RuleCheck | None = None
+        self._axis = "mesh.tensor" if self._count > 1 else "mesh.expert"
+        self._parts: list[tuple[str, torch.nn.Parameter]] = []
+        self._guard(model, dict(core.values.shapes()), installed)
         if self._count == 1:
             return
         self._ranks = _penstock.TensorRanks(core)
@@ -67,18 +70,13 @@ class TensorParallel:
             self._verify(model, config, installed)
         if self._tokens is not None:
             self._tokens.install(model, installed)
-        self._parts: list[tuple[str, torch.nn.Parameter]] = []
         for how in self._ranks.modules:
             module = module_tree.submodule(model, how.name)
             self._cut(module, how, installed)
             if how.style != "whole":
                 outer = module_tree.submodule(model, how.name.rpartition(".")[0])
                 _see_calls(outer, how, installed)
-                self._parts += [
-                    (f"{how.name}.{key}", param)
-                    for key, param in module._parameters.items()
-                    if param is not None
-                ]
+                self._parts += _named(how.name, module)
         if self._cut_logits and not any(_is_head(model, how) for how in self._ranks.modules):
             raise ConfigError(
                 '[front::initialize] "parallel.cut_logits" is set, but no Linear has the style '
@@ -96,12 +94,31 @@ class TensorParallel:
         if how.style in ("partial", "whole"):
             return
         _refuse(module, how)
-        installed.append(_Layer(module, self._standing_in(module, how), self))
-        installed.append(
-            torch.nn.Module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                module, Hook(module, lambda *_: self.refuse_parts())
+        installed.append(Forward(module, self._standing_in(module, how)))
+
+    def _guard(self, model: torch.nn.Module, full: dict[str, Any], installed: list[Any]) -> None:
+        """Makes state_dict() and copies of modules raise while this rank has parts of their
+        parameters.
+
+        Args:
+            model: the model.
+            full: the full shapes of parameters, by name.
+        """
+        cut = {
+            id(param)
+            for name, param in model.named_parameters()
+            if full.get(name) not in (None, list(param.shape))
+        }
+        for name, module in model.named_modules():
+            own = [(key, param) for key, param in _named(name, module) if id(param) in cut]
+            if not own:
+                continue
+            self._parts += own
+            installed.append(
+                torch.nn.Module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                    module, _PartHook(module, self)
+                )
             )
-        )
 
     def _standing_in(self, module: Any, how: Any) -> Callable[..., Any]:
         ranks, tokens = self._ranks, self._tokens
@@ -178,8 +195,8 @@ class TensorParallel:
         """Raises RuntimeFault if parameters are parts, so that a copy would not be complete."""
         if self.whole == 0:
             raise RuntimeFault(
-                f"[front::parameters] this rank has a part of some parameters (mesh.tensor "
-                f"{self._count}), so a copy or a state_dict() of the model itself is incomplete. "
+                f"[front::parameters] this rank has a part of some parameters ({self._axis}), "
+                f"so a copy or a state_dict() of the model itself is incomplete. "
                 f"Use engine.state_dict(), or copy inside `with engine.gathered():`"
             )
 
@@ -208,11 +225,11 @@ class TensorParallel:
 
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
         """Called when a forward begins. Raises RuntimeFault if the ranks got different inputs."""
+        self._refuse_hooks()
         if self._count == 1:
             return
         if self._tokens is not None:
             self._tokens.begin(model, inputs)
-        self._refuse_hooks()
         # Tensors in other objects (a key-value cache) may be a rank's part, so do not compare them.
         given, _ = module_tree.take_out(inputs)
         others = f"{model.training} {torch.is_grad_enabled()}"
@@ -224,7 +241,7 @@ class TensorParallel:
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 raise ConfigError(
                     f'[front::forward] "{name}" has a hook, which would get only this rank\'s part '
-                    f"of its gradient (mesh.tensor {self._count}). Use engine.full_grads() and "
+                    f"of its gradient ({self._axis}). Use engine.full_grads() and "
                     f"engine.set_grads() before step()"
                 )
 
@@ -252,6 +269,15 @@ class _SlowPath:
 
     def remove(self) -> None:
         self._module.activation_relu_or_gelu = self._had
+
+
+def _named(name: str, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Returns the module's own parameters with their full names."""
+    return [
+        (f"{name}.{key}" if name else key, param)
+        for key, param in module._parameters.items()
+        if param is not None
+    ]
 
 
 def _see_calls(parent: torch.nn.Module, how: Any, installed: list[Any]) -> None:
@@ -301,13 +327,11 @@ def _refuse(module: torch.nn.Module, how: Any) -> None:
             )
 
 
-class _Layer(Forward):
-    """Replaces the forward of a cut layer. A copy of the model has the original forward."""
+class _PartHook(Hook):
+    """A state_dict hook of a module with parts of parameters. Refuses copies of the module, too."""
 
-    def __init__(
-        self, module: torch.nn.Module, around: Callable[..., Any], owner: TensorParallel
-    ) -> None:
-        super().__init__(module, around)
+    def __init__(self, module: torch.nn.Module, owner: TensorParallel) -> None:
+        super().__init__(module, lambda *_: owner.refuse_parts())
         self._owner = owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

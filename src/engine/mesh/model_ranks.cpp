@@ -26,7 +26,8 @@ TensorAxis::TensorAxis(std::shared_ptr<parallel::Peers> peers,
         {static_cast<int>(modules_.size()), name, style, one.transposed, one.heads, one.size});
   }
   for (const ParamInfo& param : tree.params) {
-    if (param.cut.kind != TensorCut::kWhole) cuts_.emplace(param.name, param.cut);
+    if (param.cut.axis != Axis::kTensor || param.cut.kind == TensorCut::kWhole) continue;
+    cuts_.emplace(param.name, param.cut);
   }
 }
 

@@ -52,10 +52,7 @@ void WholeParams::show(exec::Slot& slot, const at::Tensor& whole) {
   shown_[&slot] = {whole, ckpt::checksum(whole)};
 }
 
-bool WholeParams::used() const {
-  const Mesh& mesh = executor_.mesh();
-  return mesh.size(Axis::kTensor) > 1 || mesh.size(Axis::kPipeline) > 1;
-}
+bool WholeParams::used() const { return exec::divides_model(executor_); }
 
 void WholeParams::show(int unit) {
   exec::GatheredValues& values = executor_.values();

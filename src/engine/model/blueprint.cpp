@@ -35,7 +35,7 @@ Layout layout_of(TensorCut cut) {
 ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stages,
                             const Mesh& mesh) {
   ModelPlacement place;
-  place.on(Axis::kTensor).layout = layout_of(info.cut.kind);
+  place.on(info.cut.axis).layout = layout_of(info.cut.kind);
   const int pipeline = mesh.size(Axis::kPipeline);
   if (pipeline == 1) return place;
   std::set<int> ranks;
@@ -48,7 +48,7 @@ ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stag
   return place;
 }
 
-exec::Slot slot_of(const ParamInfo& info, int named, const Mesh& mesh, int rank) {
+exec::Slot slot_of(const ParamInfo& info, int named, const Mesh& over, int rank) {
   exec::Slot slot;
   slot.name = info.name;
   slot.param = info.param;
@@ -57,7 +57,8 @@ exec::Slot slot_of(const ParamInfo& info, int named, const Mesh& mesh, int rank)
   slot.cut = info.cut;
   slot.whole = slot.sizes = info.param.sizes().vec();
   if (slot.is_cut()) {
-    const int index = mesh.coordinate(rank, slot.cut_axis), count = mesh.size(slot.cut_axis);
+    const Axis axis = slot.cut.axis;
+    const int index = over.coordinate(rank, axis), count = over.size(axis);
     slot.ranges = info.cut.ranges(index, count);
     slot.sizes.at(info.cut.dim) = info.cut.size(index, count);
     slot.room = info.param.numel() / std::max<int64_t>(1, info.param.size(info.cut.dim)) *
@@ -90,7 +91,7 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
         flat = &unit.flats.emplace_back(dtype, trainable, placement);
         flat->number = static_cast<int>(unit.flats.size()) - 1;
       }
-      flat->add(slot_of(info, named, mesh, rank), unit.name);
+      flat->add(slot_of(info, named, placement.mesh(mesh), rank), unit.name);
     }
     for (exec::Flat& flat : unit.flats) {
       flat.seal(mesh.data() * flat.placement.num_addends(mesh));
@@ -249,11 +250,10 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   ModelTree tree = given;
   const int tensor = drawn.mesh.size(Axis::kTensor);
   if (tensor > 1) check_tensor(tree, config);
-  std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, tensor, &tree);
+  std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, config.mesh, &tree);
   if (tensor > 1) drawn.ruled = std::move(ruled);
-  drawn.split =
-      tiles::split_large(tensor > 1 ? tree : given, config.tiling,
-                         [&](const ParamInfo& param) { return compute_dtype(config, param); });
+  drawn.split = tiles::split_large(
+      tree, config.tiling, [&](const ParamInfo& param) { return compute_dtype(config, param); });
   const int pipeline = drawn.mesh.size(Axis::kPipeline);
   if (pipeline > 1) check_pipeline(config);
   const ModelTree& split = drawn.split.tree;
@@ -367,6 +367,7 @@ namespace {
 std::string text_of(const Cut& cut) {
   if (cut.kind == TensorCut::kWhole) return "";
   if (cut.kind == TensorCut::kPartial) return " partial";
+  if (cut.axis != Axis::kTensor) return concat(" cut over ", axis_name(cut.axis));
   return concat(" cut along ", cut.dim, " in ", cut.parts.size());
 }
 

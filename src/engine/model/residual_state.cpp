@@ -34,7 +34,6 @@ FlatParts ResidualState::parts() const {
   const std::vector<std::pair<int, exec::Flat*>> all = flats();
   if (!executor_.values().residuals().used()) return found;
   const Placement place = executor_.values().residuals().saved();
-  const int shard = shard_index(place, executor_.mesh(), rank_);
   // A residual may be zero on some ranks only.
   std::string mine;
   for (const auto& [unit, flat] : all) mine += flat->residual.kept.memory ? '1' : '0';
@@ -46,7 +45,8 @@ FlatParts ResidualState::parts() const {
     if (!exists && !flat->placement.is_partial(Axis::kPipeline)) continue;
     const std::string label = concat("read u", unit, " residual");
     found.push_back(part_of(unit, *flat, executor_.values().residuals().mean(*flat, label), place,
-                            shard, kResidualRole));
+                            shard_index(place, flat->placement.mesh(executor_.mesh()), rank_),
+                            kResidualRole));
   }
   // The stages that share a weight exchange its residual. All stages follow one order of weights.
   std::vector<const FlatPart*> in_order;
@@ -66,9 +66,10 @@ FlatParts ResidualState::to_fill(const ckpt::Manifest& manifest) const {
   if (!has_role(manifest, kResidualRole)) return found;
   const Placement place = executor_.values().residuals().saved();
   for (const auto& [unit, flat] : flats()) {
-    const int64_t numel = flat->numel / num_shards(place, executor_.mesh());
+    const Mesh mesh = flat->placement.mesh(executor_.mesh());
+    const int64_t numel = flat->numel / num_shards(place, mesh);
     found.push_back(part_of(unit, *flat, at::zeros({numel}, at::TensorOptions(at::kFloat)), place,
-                            shard_index(place, executor_.mesh(), rank_), kResidualRole));
+                            shard_index(place, mesh, rank_), kResidualRole));
   }
   return found;
 }

@@ -236,8 +236,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();
   if (!unsaved.empty()) std::fprintf(stderr, "penstock: save() failed: %s\n", unsaved.c_str());
   const bool deltas = executor->table().keeps_base();  // [Note: Deltas]
-  const bool apart = deltas || !executor->table().rests_whole() || model_ranks.tensor.has_value() ||
-                     executor->mesh().size(Axis::kPipeline) > 1;
+  const bool apart = deltas || !executor->table().rests_whole() || exec::divides_model(*executor);
   Closing closing{*this, gather && apart};
   const std::string first = closing.part(why);
   closing.exact = deltas && closing.gathers && first.empty();

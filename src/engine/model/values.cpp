@@ -80,9 +80,8 @@ void Values::change_shards(const std::string& what, const std::function<void()>&
     problem = error.what();
   }
   state_->lent.hide();
-  const bool apart = num_shards(executor.table().master(), executor.mesh()) > 1 ||
-                     executor.mesh().size(Axis::kTensor) > 1 ||
-                     executor.mesh().size(Axis::kPipeline) > 1;
+  const bool apart =
+      num_shards(executor.table().master(), executor.mesh()) > 1 || exec::divides_model(executor);
   if (apart) problem = engine::first_problem(executor, concat("call of ", what), problem);
   // After an error the parameters get the values that the method has written so far, as in torch.
   state_->driver->abandon();  // frees working copies, which have the old values
@@ -193,32 +192,42 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
 
 namespace {
 
-// On ranks where the values arrive, takes memory for the largest flat. On other ranks, takes memory
-// for the rank's part.
-mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool arrives) {
-  int64_t numel = 0;
+// Returns whether the full flat arrives at this rank when only the first rank needs the values.
+bool arrives_here(const exec::Executor& executor, const exec::Flat& flat, int rank) {
+  const Mesh mesh = flat.placement.mesh(executor.mesh());
+  return mesh.coordinate(rank, Axis::kNode) == 0 && mesh.coordinate(rank, Axis::kLocal) == 0;
+}
+
+// Takes memory for the largest full flat that arrives, or part of a flat that does not.
+mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool everywhere,
+                           int rank) {
+  int64_t most = 0;
+  const auto count = [&](const exec::Flat& flat) {
+    const Mesh mesh = flat.placement.mesh(executor.mesh());
+    const bool full = everywhere || arrives_here(executor, flat, rank);
+    most =
+        std::max(most, flat.numel / (full ? 1 : num_shards(executor.table().master(), mesh)) * 4);
+  };
   for (const exec::UnitState& unit : executor.units()) {
-    for (const exec::Flat& flat : unit.flats) numel = std::max(numel, flat.numel);
-    for (const exec::Flat& flat : unit.away) numel = std::max(numel, flat.numel);
+    for (const exec::Flat& flat : unit.flats) count(flat);
+    for (const exec::Flat& flat : unit.away) count(flat);
   }
-  const int parts = arrives ? 1 : num_shards(executor.table().master(), executor.mesh());
-  return memory.take(numel / parts * 4, mem::Account::kBuffers);
+  return memory.take(most, mem::Account::kBuffers);
 }
 
 // [all ranks] Like room_for_a_flat(), but throws on every rank if one rank has no memory.
-mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrives) {
+mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool everywhere, int rank) {
   mem::Lease room;
   std::string problem;
   try {
-    room = room_for_a_flat(executor, memory, arrives);
+    room = room_for_a_flat(executor, memory, everywhere, rank);
   } catch (const RuntimeFault& error) {
     problem = error.what();
   }
   const Table& table = executor.table();
   std::vector<std::string> problems = {problem};
-  const bool apart =
-      executor.mesh().size(Axis::kTensor) > 1 || executor.mesh().size(Axis::kPipeline) > 1;
-  if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1 || apart) {
+  if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1 ||
+      exec::divides_model(executor)) {
     problems = engine::share_text("read room", problem,
                                   [&](const std::string& label, const std::string& payload) {
                                     return executor.share(label, payload);
@@ -229,10 +238,6 @@ mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrive
     throw RuntimeFault(concat("[engine::state_dict] rank ", rank, ": ", problems[rank]));
   }
   return room;
-}
-
-bool holds_first_part(const Mesh& mesh, int rank) {
-  return mesh.coordinate(rank, Axis::kNode) == 0 && mesh.coordinate(rank, Axis::kLocal) == 0;
 }
 
 }  // namespace
@@ -252,16 +257,17 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
     state_->executor->values().refresh(static_cast<int>(unit));
   }
   exec::Executor& executor = *state_->executor;
-  // Parts of cut parameters arrive at rank 0 and its tensor ranks. The tensor ranks send their
-  // parts to rank 0.
-  const bool arrives = everywhere || holds_first_part(executor.mesh(), state_->group->rank());
-  const bool wanted = everywhere || state_->group->rank() == 0;
-  const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
+  // Parts of cut parameters arrive at rank 0 and at the ranks with the other parts, which send them
+  // to rank 0.
+  const int rank = state_->group->rank();
+  const bool wanted = everywhere || rank == 0;
+  const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), everywhere, rank);
   for (size_t u = 0; u < executor.units().size(); ++u) {
     const auto unit = static_cast<int>(u);
     int index = -1;  // index among this rank's flats
     for (const exec::Part& one : executor.units()[u].parts()) {
       const exec::Flat& flat = *one.flat;
+      const bool arrives = everywhere || arrives_here(executor, flat, rank);
       at::Tensor full;
       if (one.here) {
         char* const to = room.data().host();

@@ -184,12 +184,14 @@ Room agree(const Config& config, const RanksOfRun& ranks, const ModelTree& tree,
 // To a user's optimizer, the shards of this rank's part would look like shards of the full tensor.
 void check_optimizer(const Config& config, bool external) {
   const MeshConfig& mesh = config.mesh;
-  if ((mesh.tensor == 1 && mesh.pipeline == 1) || !external) return;
-  throw ConfigError(
-      concat("[engine::Core] \"mesh.", mesh.tensor > 1 ? "tensor\" is " : "pipeline\" is ",
-             mesh.tensor > 1 ? mesh.tensor : mesh.pipeline,
-             ": an optimizer of your own does not work on a part of the model yet. Set "
-             "\"optimizer\" in the config"));
+  for (const auto& [name, ranks] :
+       {std::pair{"tensor", mesh.tensor}, {"pipeline", mesh.pipeline}, {"expert", mesh.expert}}) {
+    if (ranks == 1 || !external) continue;
+    throw ConfigError(
+        concat("[engine::Core] \"mesh.", name, "\" is ", ranks,
+               ": an optimizer of your own does not work on a part of the model yet. Set "
+               "\"optimizer\" in the config"));
+  }
 }
 
 // Returns the sequence ranks of `rank`. They differ only in the innermost part of the `local` axis.

@@ -82,7 +82,7 @@ void OuterStep::claim() {
       Outer& one = parts.emplace_back();
       one.unit = static_cast<int>(unit);
       one.flat = &flat;
-      one.numel = flat.numel / num_shards(executor_.table().master(), executor_.mesh());
+      one.numel = flat.numel / num_shards(executor_.table().master(), mesh_of(flat));
       one.anchor = tiers_.host.take(one.numel * 4, mem::Account::kOptim);
       one.momentum = tiers_.host.take(one.numel * 4, mem::Account::kOptim);
     }
@@ -186,8 +186,8 @@ void OuterStep::check_finite(const Outer& one, const at::Tensor& gradient) const
 // Makes the outer step of one unit.
 void OuterStep::join(std::vector<Outer>& unit, int64_t step) {
   const Move sum = sum_over_nodes(comm_.outer_wire);
-  exec::Walk walk(route(addends(), {sum}, mesh_, nodes_->rank(), false), mesh_, groups_, tiers_,
-                  /*on_host=*/true);
+  exec::MeshWalk walk(route(addends(), {sum}, mesh_, nodes_->rank(), false), mesh_, groups_, tiers_,
+                      /*on_host=*/true);
   std::vector<at::Tensor> gradients;
   executor_.values().take_edits(unit.front().unit);
   for (const Outer& one : unit) {
@@ -316,7 +316,7 @@ FlatParts OuterStep::momenta() const {
   for (const std::vector<Outer>& unit : units_) {
     for (const Outer& one : unit) {
       parts.push_back(part_of(one.unit, *one.flat, momentum_of(one), place,
-                              shard_index(place, executor_.mesh(), rank_), kOuterRole));
+                              shard_index(place, mesh_of(*one.flat), rank_), kOuterRole));
     }
   }
   return parts;

@@ -121,7 +121,9 @@ class OuterStep {
   const CommConfig comm_;
   exec::Executor& executor_;
   mem::Tiers& tiers_;
-  const int rank_;   // in its node
+  const int rank_;  // in its node
+  Mesh mesh_of(const exec::Flat& flat) const { return flat.placement.mesh(executor_.mesh()); }
+
   const Mesh mesh_;  // the nodes
   const Groups groups_;
   comm::Channel channel_;

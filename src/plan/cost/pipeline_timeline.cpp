@@ -80,9 +80,12 @@ class LineTimer {
         const Placement& place = table_.at(Role::kOptim, Phase::kUpdate);
         const double rate =
             place.tier == Tier::kDevice ? machine_.device_memory : machine_.host_memory;
-        const auto owned =
-            static_cast<double>(numel(unit, true) / num_shards(place, mesh_) / unit.num_chunks);
-        return owned * kUpdateBytes / rate;
+        int64_t owned = 0;
+        for (const FlatDesc& flat : unit.flats) {
+          if (!flat.trainable) continue;
+          owned += flat.numel / num_shards(place, flat.placement.mesh(mesh_));
+        }
+        return static_cast<double>(owned / unit.num_chunks) * kUpdateBytes / rate;
       }
       case Op::kMove:
       case Op::kSum:

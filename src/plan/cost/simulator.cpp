@@ -325,7 +325,7 @@ class Simulation : StateBytes {
   // All units of a step share the exchanges of that step.
   void count_exchanges(const Step& step) {
     for (const Move& move : step.moves) {
-      if (!move.is_collective() || group_size(move) == 1) continue;
+      if (!move.is_collective() || group_size(move.axes, mesh_) == 1) continue;
       ledger_.exchanges += move.kind == MoveKind::kAllReduce ? 2 : 1;
     }
   }
@@ -445,14 +445,16 @@ class Simulation : StateBytes {
   void send(const std::vector<Move>& moves, Role role, int unit, Placement place,
             const std::string& phase, const Chunk& chunk = {}) {
     for (const Move& move : moves) {
-      const int64_t here = bytes(role, unit, place, chunk);
-      if (move.is_collective()) {
-        send_collective(move, piece_bytes(move, here, role, unit, place), phase);
-        if (move.wire.lossy()) ledger_.coded[phase] += coded_values(move, role, unit, place);
-      } else if (move.kind == MoveKind::kCopy) {
-        const bool disk = move.from == Tier::kDisk || move.to == Tier::kDisk;
-        ledger_.sent[phase][disk ? "host-disk" : "device-host"] += here;
-      }
+      for_each_flat(role, {unit}, [&](const FlatDesc& flat) {
+        const int64_t here = bytes(role, flat, place, chunk);
+        if (move.is_collective()) {
+          send_collective(move, flat, piece_bytes(move, here, flat, place), phase);
+          if (move.wire.lossy()) ledger_.coded[phase] += coded_values(move, flat, place);
+        } else if (move.kind == MoveKind::kCopy) {
+          const bool disk = move.from == Tier::kDisk || move.to == Tier::kDisk;
+          ledger_.sent[phase][disk ? "host-disk" : "device-host"] += here;
+        }
+      });
       place = apply(place, move);
     }
   }
@@ -463,21 +465,22 @@ class Simulation : StateBytes {
     const char* const link = axis == Axis::kPipeline ? "pipeline" : "local";
     for (const FlatDesc& flat : model_.units[unit].flats) {
       if (!flat.trainable || !flat.placement.is_partial(axis)) continue;
-      const int64_t owned = flat.numel / num_shards(place, mesh_);
-      const int64_t bytes = owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
+      const int64_t bytes = owned(flat, place) * dtype_bytes(table_.dtype_in(place, flat.dtype));
       const int64_t size = flat.placement.num_holders(axis, mesh_);
       ledger_.sent[phase_][link] += 2 * (size - 1) * bytes / size;
     }
   }
 
-  void send_collective(const Move& move, int64_t piece, const std::string& phase) {
-    const int64_t size = group_size(move);
+  void send_collective(const Move& move, const FlatDesc& flat, int64_t piece,
+                       const std::string& phase) {
+    const Mesh mesh = flat.placement.mesh(mesh_);
+    const int64_t size = group_size(move.axes, mesh);
     if (size == 1) return;
     int64_t sent = (size - 1) * piece;
     if (move.kind == MoveKind::kAllReduce) sent *= 2;
     int64_t across = 0;  // number of peers on other nodes
     for (const Axis axis : move.axes)
-      if (axis == Axis::kNode) across = size - size / mesh_.size(axis);
+      if (axis == Axis::kNode) across = size - size / mesh.size(axis);
     const int64_t node_bytes = sent * across / (size - 1);
     if (node_bytes > 0) ledger_.sent[phase]["node"] += node_bytes;
     if (sent > node_bytes) ledger_.sent[phase]["local"] += sent - node_bytes;

@@ -26,21 +26,24 @@ class StateBytes {
   // no optimizer state.
   int64_t bytes(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
     int64_t sum = 0;
-    for (const FlatDesc& flat : model_.units[unit].flats) {
-      if (role != Role::kParam && !flat.trainable) continue;
-      const auto [begin, end] = range_of(chunk, flat.numel / num_shards(place, mesh_));
-      const int64_t owned = end - begin;
-      if (role == Role::kResidual) {
-        sum += owned * dtype_bytes(place.dtype);
-      } else if (role != Role::kOptim) {
-        sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
-      } else {
-        const auto moments =
-            static_cast<double>(owned * dtype_bytes(place.dtype)) * moments_per_param_;
-        sum += static_cast<int64_t>(moments) + (table_.has_master(flat.dtype) ? owned * 4 : 0);
-      }
-    }
+    for_each_flat(role, {unit},
+                  [&](const FlatDesc& flat) { sum += bytes(role, flat, place, chunk); });
     return sum;
+  }
+
+  int64_t bytes(Role role, const FlatDesc& flat, const Placement& place,
+                const Chunk& chunk = {}) const {
+    const auto [begin, end] = range_of(chunk, owned(flat, place));
+    const int64_t numel = end - begin;
+    if (role == Role::kResidual) return numel * dtype_bytes(place.dtype);
+    if (role != Role::kOptim) return numel * dtype_bytes(table_.dtype_in(place, flat.dtype));
+    const auto moments = static_cast<double>(numel * dtype_bytes(place.dtype)) * moments_per_param_;
+    return static_cast<int64_t>(moments) + (table_.has_master(flat.dtype) ? numel * 4 : 0);
+  }
+
+  // Returns the number of elements of a rank's copy of the flat.
+  int64_t owned(const FlatDesc& flat, const Placement& place) const {
+    return flat.numel / num_shards(place, flat.placement.mesh(mesh_));
   }
 
   Held held(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
@@ -54,8 +57,7 @@ class StateBytes {
     const Placement& place = cell(Role::kParam, Phase::kUpdate);
     int64_t sum = 0;
     for_each_flat(Role::kOptim, {unit}, [&](const FlatDesc& flat) {
-      sum +=
-          flat.numel / num_shards(place, mesh_) * dtype_bytes(table_.dtype_in(place, flat.dtype));
+      sum += owned(flat, place) * dtype_bytes(table_.dtype_in(place, flat.dtype));
     });
     return {place.tier, Use::kParam, sum};
   }
@@ -70,7 +72,7 @@ class StateBytes {
   int64_t wide_bytes(int unit, const Placement& place) const {
     int64_t sum = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
-      if (flat.trainable) sum += 4 * (flat.numel / num_shards(place, mesh_));
+      if (flat.trainable) sum += 4 * owned(flat, place);
     }
     return sum;
   }
@@ -86,7 +88,7 @@ class StateBytes {
     int64_t largest = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
       if (!flat.trainable || !table_.has_master(flat.dtype)) continue;
-      const auto [begin, end] = range_of(chunk, flat.numel / num_shards(update, mesh_));
+      const auto [begin, end] = range_of(chunk, owned(flat, update));
       largest = std::max(largest, (end - begin) * dtype_bytes(table_.dtype_in(rest, flat.dtype)));
     }
     return largest;
@@ -96,21 +98,19 @@ class StateBytes {
   int64_t largest_flat(int unit, const Placement& place) const {
     int64_t largest = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
-      const int64_t owned = flat.numel / num_shards(place, mesh_);
-      largest = std::max(largest, owned * dtype_bytes(table_.dtype_in(place, flat.dtype)));
+      const Dtype dtype = table_.dtype_in(place, flat.dtype);
+      largest = std::max(largest, owned(flat, place) * dtype_bytes(dtype));
     }
     return largest;
   }
 
-  int group_size(const Move& move) const {
-    int size = 1;
-    for (const Axis axis : move.axes) size *= mesh_.size(axis);
-    return size;
+  // Returns the number of ranks of a collective over `axes` that moves the flat.
+  int64_t group_size(const std::vector<Axis>& axes, const FlatDesc& flat) const {
+    return group_size(axes, flat.placement.mesh(mesh_));
   }
-
-  int64_t group_size(const Pass& pass) const {
+  static int64_t group_size(const std::vector<Axis>& axes, const Mesh& mesh) {
     int64_t size = 1;
-    for (const Axis axis : pass.axes) size *= mesh_.size(axis);
+    for (const Axis axis : axes) size *= mesh.size(axis);
     return size;
   }
 
@@ -127,7 +127,7 @@ class StateBytes {
     });
     int64_t sum = 0, packed = 0;
     for (size_t i = 0; i < way.passes.size(); ++i) {
-      const int64_t size = group_size(way.passes[i]);
+      const int64_t size = group_size(way.passes[i].axes, mesh_);
       if (way.passes[i].sums()) packed = std::max(packed, packing[i].reduce_bytes(size));
       if (way.passes[i].kind == PassKind::kAllGather)
         packed = std::max(packed, packing[i].gather_bytes(size));
@@ -146,13 +146,13 @@ class StateBytes {
         // An accelerator's back end also sends each rank its own part.
         if (pass.wire.lossy()) sum += encoded_bytes(pass, flat);
         if (pass.sums() && !pass.wire.lossy())
-          received =
-              std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - (there ? 0 : 1)));
+          received = std::max(received, shard_bytes(way, i, flat) *
+                                            (group_size(pass.axes, flat) - (there ? 0 : 1)));
         // A sum is computed in the memory of its addends.
         const bool elsewhere = there && pass.sums() && pass.to.tier != Tier::kDevice;
         const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
         if (stands && (elsewhere || !(adds ? i + 1 == way.passes.size() : way.ends_at(i))))
-          sum += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype_after(way, i, flat));
+          sum += owned(flat, pass.to) * dtype_bytes(dtype_after(way, i, flat));
       }
       sum += received;
     });
@@ -173,26 +173,18 @@ class StateBytes {
                            table_.dtype_in(way.to, flat.dtype));
   }
 
-  // Returns the bytes that a rank sends to each peer of a collective. `here`: the bytes of the
-  // rank's copy.
-  int64_t piece_bytes(const Move& move, int64_t here, Role role, int unit,
+  // Returns the bytes that a rank sends to each peer of a collective that moves the flat. `here`:
+  // the bytes of the rank's copy. `place`: the placement before the collective.
+  int64_t piece_bytes(const Move& move, int64_t here, const FlatDesc& flat,
                       const Placement& place) const {
-    const int64_t pieces = move.kind == MoveKind::kAllGather ? 1 : group_size(move);
-    if (!move.wire.lossy()) return here / pieces;
-    int64_t sum = 0;
-    for_each_flat(role, {unit}, [&](const FlatDesc& flat) {
-      sum += move.wire.encoded_bytes(flat.numel / num_shards(place, mesh_) / pieces);
-    });
-    return sum;
+    const int64_t pieces = move.kind == MoveKind::kAllGather ? 1 : group_size(move.axes, flat);
+    return move.wire.lossy() ? move.wire.encoded_bytes(owned(flat, place) / pieces) : here / pieces;
   }
 
-  // Returns the number of values that a rank encodes and decodes in a collective. `place`: the
-  // placement before the collective.
-  int64_t coded_values(const Move& move, Role role, int unit, const Placement& place) const {
-    const int64_t size = group_size(move);
-    int64_t numel = 0;
-    for_each_flat(role, {unit},
-                  [&](const FlatDesc& flat) { numel += flat.numel / num_shards(place, mesh_); });
+  // Returns the number of values that a rank encodes and decodes in a collective that moves the
+  // flat. `place`: the placement before the collective.
+  int64_t coded_values(const Move& move, const FlatDesc& flat, const Placement& place) const {
+    const int64_t size = group_size(move.axes, flat), numel = owned(flat, place);
     if (size == 1) return 0;
     if (move.kind == MoveKind::kAllGather) return numel * (1 + size);
     return 2 * numel + (move.kind == MoveKind::kAllReduce ? numel / size + numel : 0);
@@ -200,8 +192,8 @@ class StateBytes {
 
   // Returns the memory for a flat's encoded pieces. A sum has pieces to send and pieces to receive.
   int64_t encoded_bytes(const Pass& pass, const FlatDesc& flat) const {
-    const int64_t members = group_size(pass);
-    int64_t numel = flat.numel / num_shards(pass.from, mesh_);
+    const int64_t members = group_size(pass.axes, flat);
+    int64_t numel = owned(flat, pass.from);
     if (pass.sums()) numel /= members;
     return pass.wire.encoded_bytes(numel) * members * (pass.sums() ? 2 : 1);
   }
@@ -209,11 +201,11 @@ class StateBytes {
   // Returns the bytes of one shard in a collective pass.
   int64_t shard_bytes(const Route& way, size_t index, const FlatDesc& flat) const {
     const Pass& pass = way.passes[index];
-    const int64_t numel = flat.numel / num_shards(pass.from, mesh_);
+    const int64_t numel = owned(flat, pass.from);
     if (!pass.sums()) return numel * dtype_bytes(dtype_after(way, index, flat));
     const Dtype before =
         index == 0 ? table_.dtype_in(way.from, flat.dtype) : dtype_after(way, index - 1, flat);
-    return numel * dtype_bytes(before) / group_size(pass);
+    return numel * dtype_bytes(before) / group_size(pass.axes, flat);
   }
 
   Route route_of(const Copies& copies, const std::vector<Move>& moves) const {

@@ -83,7 +83,7 @@ Work work_of(const PlanQuestion& asked, const ModelDesc& model, const Table& tab
       work.params += flat.numel;
       if (!flat.trainable) continue;
       work.trained_params += flat.numel;
-      work.updated_params += flat.numel / num_shards(update, mesh);
+      work.updated_params += flat.numel / num_shards(update, flat.placement.mesh(mesh));
     }
   }
   return work;
