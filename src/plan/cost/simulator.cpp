@@ -322,11 +322,15 @@ class Simulation : StateBytes {
     }
   }
 
-  // All units of a step share the exchanges of that step.
+  // All units of a step whose flats have the same mesh share the exchanges of that step.
   void count_exchanges(const Step& step) {
-    for (const Move& move : step.moves) {
-      if (!move.is_collective() || group_size(move.axes, mesh_) == 1) continue;
-      ledger_.exchanges += move.kind == MoveKind::kAllReduce ? 2 : 1;
+    const Role role = step.op == Op::kPublish ? Role::kOptim : step.role;
+    const bool sums = step.op == Op::kSum;
+    for (const Mesh& mesh : sums ? std::vector{mesh_} : meshes_of(role, step.units)) {
+      for (const Move& move : step.moves) {
+        if (!move.is_collective() || group_size(move.axes, mesh) == 1) continue;
+        ledger_.exchanges += move.kind == MoveKind::kAllReduce ? 2 : 1;
+      }
     }
   }
 

@@ -114,24 +114,43 @@ class StateBytes {
     return size;
   }
 
+  // Returns the meshes of the flats that a plan line moves. The line makes its exchanges once per
+  // mesh.
+  std::vector<Mesh> meshes_of(Role role, const std::vector<int>& units) const {
+    std::vector<Mesh> meshes;
+    for_each_flat(role, units, [&](const FlatDesc& flat) {
+      const Mesh mesh = flat.placement.mesh(mesh_);
+      if (std::find(meshes.begin(), meshes.end(), mesh) == meshes.end()) meshes.push_back(mesh);
+    });
+    return meshes.empty() ? std::vector<Mesh>{mesh_} : meshes;
+  }
+
+  // Returns the bytes in which small buffers of a plan line are packed, for the flats of one mesh.
+  // Passes run one after another, so the largest counts.
+  int64_t packed_bytes(const Route& way, Role role, const std::vector<int>& units,
+                       const Mesh& mesh) const {
+    int64_t packed = 0;
+    for (size_t i = 0; i < way.passes.size(); ++i) {
+      const Pass& pass = way.passes[i];
+      Packing packing;
+      for_each_flat(role, units, [&](const FlatDesc& flat) {
+        const bool here = flat.placement.mesh(mesh_) == mesh;
+        if (here && !pass.wire.lossy()) packing.add(shard_bytes(way, i, flat));
+      });
+      const int64_t size = group_size(pass.axes, mesh);
+      if (pass.sums()) packed = std::max(packed, packing.reduce_bytes(size));
+      if (pass.kind == PassKind::kAllGather) packed = std::max(packed, packing.gather_bytes(size));
+    }
+    return packed;
+  }
+
   // Returns the bytes of buffers for a plan line whose flats all take this route. Counts all
   // buffers between passes and all encoded pieces of lossy wires. Passes run one after another, so
-  // only each flat's largest receive buffer and the largest packed buffer are counted.
+  // only each flat's largest receive buffer is counted.
   int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
                        bool adds = false) const {
-    std::vector<Packing> packing(way.passes.size());
-    for_each_flat(role, units, [&](const FlatDesc& flat) {
-      for (size_t i = 0; i < way.passes.size(); ++i) {
-        if (!way.passes[i].wire.lossy()) packing[i].add(shard_bytes(way, i, flat));
-      }
-    });
-    int64_t sum = 0, packed = 0;
-    for (size_t i = 0; i < way.passes.size(); ++i) {
-      const int64_t size = group_size(way.passes[i].axes, mesh_);
-      if (way.passes[i].sums()) packed = std::max(packed, packing[i].reduce_bytes(size));
-      if (way.passes[i].kind == PassKind::kAllGather)
-        packed = std::max(packed, packing[i].gather_bytes(size));
-    }
+    int64_t sum = 0;
+    for (const Mesh& mesh : meshes_of(role, units)) sum += packed_bytes(way, role, units, mesh);
     // A residual on the host is copied to the accelerator for the sum.
     const bool brings = role == Role::kGrad && model_.on_accelerator && has_residual(way) &&
                         cell(Role::kResidual, Phase::kRest).tier != Tier::kDevice;
@@ -156,7 +175,7 @@ class StateBytes {
       }
       sum += received;
     });
-    return sum + packed;
+    return sum;
   }
 
   template <class Visit>
