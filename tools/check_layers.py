@@ -58,7 +58,7 @@ POSITION = {
     "src/ckpt": 7,
 }
 POSITION |= dict.fromkeys(FIVES, 5)
-PUBLIC_FROM = {"error.h": 1, "export.h": 1, "cut.h": 2}
+PUBLIC_FROM = {"error.h": 1, "export.h": 1, "axis.h": 2, "cut.h": 2}
 PUBLIC_FROM |= {"group.h": 5}
 PUBLIC_FROM |= dict.fromkeys(("config.h", "deepspeed_config.h", "optimizer_kinds.h", "plan.h"), 3)
 PUBLIC_FROM |= dict.fromkeys(("init.h", "core.h", "checkpoint_files.h"), 7)

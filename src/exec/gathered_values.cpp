@@ -49,14 +49,14 @@ bool GatheredValues::through_devices(const Placement& place) const {
 void GatheredValues::gather(const Placement& from, const char* own, const Flat& flat,
                             const std::string& label, char* full) {
   if (through_devices(from)) {
-    const FlatShard shard{rank_.mesh_of(flat), from, const_cast<char*>(own), flat.numel};
+    const FlatShard shard{rank_.meshes.of(flat), from, const_cast<char*>(own), flat.numel};
     return gather_between_nodes(rank_, lanes_, shard, label, full, Dtype::kFp32);
   }
   Placement place = from, wanted = rank_.whole();
   place.tier = Tier::kDevice;
   wanted.dtype = Dtype::kFp32;
   Walk walk = rank_.walk_on_host(place, hops(place, wanted));
-  walk.add(rank_.mesh_of(flat),
+  walk.add(rank_.meshes.of(flat),
            {const_cast<char*>(own), full, place.dtype, Dtype::kFp32, flat.numel});
   walk.run(rank_.channels.stage(), label);
 }
@@ -106,7 +106,7 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
   const at::Tensor part = kept == nullptr ? at::Tensor() : on_host(*kept);
   char* const values = kept == nullptr ? nullptr : bytes_of(part);
   const int64_t part_bytes = rank_.numel_of(place, flat) * dtype_bytes(place.dtype);
-  const FlatMesh& over = rank_.mesh_of(flat);
+  const FlatMesh& over = rank_.meshes.of(flat);
   const bool arrives = everywhere || over.groups.data().index == 0;
   char* own =
       arrives ? room + shard_index(place, over.mesh, rank_.group.rank()) * part_bytes : room;
@@ -215,7 +215,7 @@ at::Tensor put_together(const Slot& slot, const at::Tensor& parts, const Members
 
 at::Tensor GatheredValues::whole_of(const Slot& slot, const at::Tensor& part) {
   if (!slot.is_cut()) return part;
-  const Members& ranks = rank_.along(slot.cut.axis).of({slot.cut.axis});
+  const Members& ranks = rank_.meshes.along(slot.cut.axis).of({slot.cut.axis});
   const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part.cpu());
   rank_.channels.stage().all_gather(
       concat("whole ", slot.name), ranks,
@@ -242,7 +242,7 @@ at::Tensor GatheredValues::across_stages(const Flat& flat, const at::Tensor& own
 }
 
 at::Tensor GatheredValues::whole_on_first(const Slot& slot, const at::Tensor& part) {
-  const Groups& groups = rank_.along(slot.cut.axis);
+  const Groups& groups = rank_.meshes.along(slot.cut.axis);
   Members ranks = groups.of({slot.cut.axis});
   const bool first = groups.data().index == 0 && ranks.index == 0;
   if (!slot.is_cut()) return first ? part : at::Tensor();
@@ -255,7 +255,7 @@ at::Tensor GatheredValues::whole_on_first(const Slot& slot, const at::Tensor& pa
 
 at::Tensor GatheredValues::part_of(const Slot& slot, const at::Tensor& whole) const {
   if (!slot.is_cut()) return whole;
-  const Members& ranks = rank_.along(slot.cut.axis).of({slot.cut.axis});
+  const Members& ranks = rank_.meshes.along(slot.cut.axis).of({slot.cut.axis});
   std::vector<at::Tensor> parts;
   for (const auto& [first, end] : slot.cut.ranges(ranks.index, ranks.size())) {
     parts.push_back(whole.narrow(slot.cut.dim, first, end - first));
@@ -285,7 +285,7 @@ void GatheredValues::set_rest(Flat& flat, const Placement& at, char* values,
   const at::Tensor made =
       at::empty({owner == nullptr ? 0 : rest.numel}, device::scalar_type(rest.dtype));
   const device::Address to = owner == nullptr ? rest.data() : device::Address(made.data_ptr());
-  walk.add(rank_.mesh_of(flat), {values, to, Dtype::kFp32, rest.dtype, flat.numel});
+  walk.add(rank_.meshes.of(flat), {values, to, Dtype::kFp32, rest.dtype, flat.numel});
   walk.run(rank_.channels.stage(), label);
   if (owner != nullptr) device::copy(rest.data(), to, rest.bytes());
   renew_base(rank_, flat);

@@ -22,9 +22,9 @@ class GatheredValues {
       : rank_(rank), lanes_(lanes), gradients_(gradients), updates_(updates) {}
 
   // [stage] Gathers the flat's masters (or the resting parameters of a frozen flat) into `room`, on
-  // every rank or on the first data rank. On these ranks, `room` must have space for numel fp32
-  // elements. On other ranks, it must have space for the rank's part. Returns the dtype of the
-  // gathered values.
+  // every rank or on the first data rank of the flat. On these ranks, `room` must have space for
+  // numel fp32 elements. On other ranks, it must have space for the rank's part. Returns the dtype
+  // of the gathered values.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);
   at::Tensor resting(int unit, int flat);  // [stage] the resting parameters, in fp32
   // Must follow Group::renew(). From then on, values travel through host memory only, because the

@@ -44,6 +44,19 @@ uint64_t noise_of(const Flat& flat, int64_t number) {
   return hash_text(flat.slots.front().name, seed);
 }
 
+// Returns the values of a copy of the flat's gradient that this rank counts: their address and
+// number.
+std::pair<device::Address, int64_t> counted(const Rank& rank, const Flat& flat, const Copy& copy) {
+  const Mesh& mesh = rank.meshes.of(flat).mesh;
+  int64_t numel = copy.one().numel, begin = 0;
+  for (const Axis axis : {Axis::kLocal, Axis::kNode}) {  // [Note: Shard order]
+    if (copy.place.on(axis) != Layout::kReplicated) continue;
+    numel /= mesh.size(axis);
+    begin += mesh.coordinate(rank.group.rank(), axis) * numel;
+  }
+  return {copy.one().at(begin), numel};
+}
+
 }  // namespace
 
 void add_up(const Channels::Addends& over, device::Address addends, Dtype dtype, int64_t numel,
@@ -175,13 +188,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       PENSTOCK_ASSERT(source != nullptr,
                       concat("[exec::move] there is no gradient for `", *planned.label.text, "`"));
       if (from == made) close(flat, source->one());
-      // The `sum` line of the plan has run already, so a late gradient is summed here.
-      const bool alone = late && from == made && (rank_.cells.grads_on_disk || flat.summed > 1);
-      for (const Axis axis : kModelAxes) {
-        if (alone && flat.placement.is_partial(axis)) {
-          add_up(flat, source->one(), axis, planned.label);
-        }
-      }
+      if (late && from == made) sum_late(flat, source->one(), planned.label);
       rank_.traffic.fetch(source->one(), mem::Account::kGrad);
       const Buffer& start = source->one();
       Copy* sum = find(flat.grads, to);
@@ -203,7 +210,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       flat.uncount();
       mem::Lease old;
       const Travel::Fed residual = Residuals(rank_).begin(flat, walk->route(), &old);
-      walk->add(rank_.mesh_of(flat),
+      walk->add(rank_.meshes.of(flat),
                 {data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
                  start.moving, &flat.squares, &flat.norm_there, noise_of(flat, number_), residual});
       moved_.push_back({&flat, to, std::move(source->one().memory), start.moving, std::move(old)});
@@ -258,6 +265,14 @@ void Gradients::reopen() {
       values.div_(addends);
       flat.uncount();
     }
+  }
+}
+
+// Sums a late gradient over the model axes if the `sum` line of the plan has run already.
+void Gradients::sum_late(Flat& flat, Buffer& sum, const comm::Label& label) {
+  if (!rank_.cells.grads_on_disk && flat.summed == 1) return;
+  for (const Axis axis : kModelAxes) {
+    if (flat.placement.is_partial(axis)) add_up(flat, sum, axis, label);
   }
 }
 
@@ -347,7 +362,7 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
   const Buffer& sum = copy->one();
   PENSTOCK_ASSERT(sum.memory, concat("[exec::norm] the gradient of ", flat.slots.front().name,
                                      " left memory before its squares were summed"));
-  const auto [at, numel] = counted(flat, *copy);
+  const auto [at, numel] = counted(rank_, flat, *copy);
   if (at.device != nullptr) {
     there->push_back(device::norm_on_device(at, sum.dtype, numel));
     return 0.0;
@@ -355,22 +370,11 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
   return device::host::sum_squares(at.host(), sum.dtype, numel);
 }
 
-std::pair<device::Address, int64_t> Gradients::counted(const Flat& flat, const Copy& copy) const {
-  const Mesh& mesh = rank_.mesh_of(flat).mesh;
-  int64_t numel = copy.one().numel, begin = 0;
-  for (const Axis axis : {Axis::kLocal, Axis::kNode}) {  // [Note: Shard order]
-    if (copy.place.on(axis) != Layout::kReplicated) continue;
-    numel /= mesh.size(axis);
-    begin += mesh.coordinate(rank_.group.rank(), axis) * numel;
-  }
-  return {copy.one().at(begin), numel};
-}
-
 double Gradients::exact_squares(Flat& flat) {
   const Copy* copy = held(flat);
   if (copy == nullptr || !copy->one().memory) return std::numeric_limits<double>::infinity();
   const Dtype dtype = copy->one().dtype;
-  const auto [at, numel] = counted(flat, *copy);
+  const auto [at, numel] = counted(rank_, flat, *copy);
   if (at.device == nullptr) return device::host::sum_squares(at.host(), dtype, numel);
   return device::read({device::exact_squares_on_device(at, dtype, numel)}).front();
 }

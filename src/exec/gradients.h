@@ -80,10 +80,6 @@ class Gradients {
   double exact_squares(Flat& flat);
 
  private:
-  // Returns the values of a copy of the flat's gradient that this rank counts: their address and
-  // number.
-  std::pair<device::Address, int64_t> counted(const Flat& flat, const Copy& copy) const;
-
   struct Moved {  // in flight on the reduce lane
     Flat* flat = nullptr;
     Placement to;
@@ -94,6 +90,7 @@ class Gradients {
 
   Copy& sum_of(Flat& flat);
   void add_up(Flat& flat, Buffer& sum, Axis axis, const comm::Label& label);
+  void sum_late(Flat& flat, Buffer& sum, const comm::Label& label);
   void close(Flat& flat, Buffer& sum);
   void submit(const std::shared_ptr<Walk>& walk, const comm::Label& label);
   void widen(Copy& sum);

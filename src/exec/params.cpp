@@ -79,8 +79,8 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
         const Buffer& source = find(flat.params, from)->one();
         std::vector<Copy> made;
         Copy& copy = rank_.open(made, walk->route().to, flat, mem::Account::kParam);
-        walk->add(rank_.mesh_of(flat), {source.data(), copy.one().data(), source.dtype,
-                                        copy.one().dtype, flat.numel, false, source.moving});
+        walk->add(rank_.meshes.of(flat), {source.data(), copy.one().data(), source.dtype,
+                                          copy.one().dtype, flat.numel, false, source.moving});
         arriving[i].push_back(std::move(copy));
       }
     }
@@ -150,7 +150,7 @@ void Params::put_away(int index, const std::vector<Move>& moves, const comm::Lab
     flat.params.reserve(flat.params.size() + 1);  // so that `source` stays valid
     const Buffer& source = find(flat.params, from)->one();
     Copy& copy = rank_.open(flat.params, walk.route().to, flat, mem::Account::kParam);
-    walk.add(rank_.mesh_of(flat),
+    walk.add(rank_.meshes.of(flat),
              {source.data(), copy.one().data(), source.dtype, copy.one().dtype, flat.numel});
     made.push_back(&copy);
   }

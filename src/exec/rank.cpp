@@ -26,21 +26,6 @@ bool sums_over(const std::vector<UnitState>& units, Axis axis) {
   });
 }
 
-// Returns the mesh of the run, then the other meshes over which flats are placed.
-std::list<FlatMesh> meshes_of(const std::vector<UnitState>& units, const Mesh& run, int rank) {
-  std::list<FlatMesh> meshes;
-  meshes.emplace_back(run, rank);
-  for (const UnitState& unit : units) {
-    for (const Flat& flat : unit.flats) {
-      const Mesh own = flat.placement.mesh(run);
-      const bool known = std::any_of(meshes.begin(), meshes.end(),
-                                     [&](const FlatMesh& one) { return one.mesh == own; });
-      if (!known) meshes.emplace_back(own, rank);
-    }
-  }
-  return meshes;
-}
-
 }  // namespace
 
 int count_slots(const std::vector<UnitState>& units) {
@@ -71,9 +56,9 @@ Rank::Rank(const Table& strategy, const Mesh& ranks, Group& peers, mem::Tiers& m
       group(peers),
       tiers(memory),
       units(std::move(parts)),
-      meshes(meshes_of(units, ranks, peers.rank())),
-      mesh(meshes.front().mesh),
-      groups(meshes.front().groups),
+      meshes(units, ranks, peers.rank()),
+      mesh(meshes.run().mesh),
+      groups(meshes.run().groups),
       num_slots(count_slots(units)),
       traffic(memory),
       channels(groups, ranks, peers, units) {
@@ -86,25 +71,12 @@ Rank::Rank(const Table& strategy, const Mesh& ranks, Group& peers, mem::Tiers& m
   }
 }
 
-const FlatMesh& Rank::mesh_of(const Flat& flat) const {
-  if (meshes.size() == 1) return meshes.front();
-  const Mesh own = flat.placement.mesh(mesh);
-  return *std::find_if(meshes.begin(), meshes.end(),
-                       [&](const FlatMesh& one) { return one.mesh == own; });
-}
-
-const Groups& Rank::along(Axis axis) const {
-  const auto found = std::find_if(meshes.begin(), meshes.end(),
-                                  [&](const FlatMesh& one) { return one.mesh.size(axis) > 1; });
-  return (found == meshes.end() ? meshes.front() : *found).groups;
-}
-
 const Members& Rank::replicas(const Flat& flat) const {
   std::vector<Axis> axes = {Axis::kNode, Axis::kLocal};
   for (const Axis axis : kModelAxes) {
     if (axis != Axis::kPipeline && !flat.placement.is_sharded(axis)) axes.push_back(axis);
   }
-  return mesh_of(flat).groups.of(axes);
+  return meshes.of(flat).groups.of(axes);
 }
 
 // Each lane gets its own connections, because collectives on one connection run one after another:
@@ -123,7 +95,7 @@ void Rank::connect() {
     connected = true;
   };
   const std::vector<comm::Channel*> lanes = {&channels.gather, &channels.reduce};
-  for (const FlatMesh& one : meshes) {
+  for (const FlatMesh& one : meshes.all()) {
     use(one.groups, {Axis::kNode, Axis::kLocal}, lanes);
     use(one.groups, {Axis::kLocal}, lanes);
     use(one.groups, {Axis::kNode}, lanes);

@@ -2,7 +2,6 @@
 // Rank: the state that the parts of one rank's executor share. Lanes: the threads to which these
 // parts submit work.
 #include <array>
-#include <list>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,12 +68,8 @@ struct Rank {
   Dtype dtype_of(const Placement& place, const Flat& flat) const {
     return table.dtype_in(place, flat.dtype);
   }
-  // Returns the mesh over which the flat's copies are placed.
-  const FlatMesh& mesh_of(const Flat& flat) const;
-  // Returns this rank's groups on the mesh that has the axis.
-  const Groups& along(Axis axis) const;
   int64_t numel_of(const Placement& place, const Flat& flat) const {
-    return flat.numel / num_shards(place, mesh_of(flat).mesh);
+    return flat.numel / num_shards(place, meshes.of(flat).mesh);
   }
   // Returns the number of the chunk's elements in the update cell. A flat with one chunk may be
   // sharded differently at rest.
@@ -83,7 +78,7 @@ struct Rank {
   }
   // Returns the first element of this rank's shard under `place`.
   int64_t begin_of(const Placement& place, const Flat& flat) const {
-    return shard_index(place, mesh_of(flat).mesh, group.rank()) * numel_of(place, flat);
+    return shard_index(place, meshes.of(flat).mesh, group.rank()) * numel_of(place, flat);
   }
   // Returns whether a user's edit can change the resting parameters and leave the masters
   // unchanged. This is possible if forward and backward use the resting copy and the masters are in
@@ -101,11 +96,11 @@ struct Rank {
            !cells.updates_on_device();
   }
   Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
-    return {{from, moves, consumes, false}, meshes.front(), group.rank(), tiers};
+    return {{from, moves, consumes, false}, meshes.run(), group.rank(), tiers};
   }
   // Makes a walk from host memory to host memory. The tiers of the placements are ignored.
   Walk walk_on_host(const Placement& from, const std::vector<Move>& moves) {
-    return {{from, moves, false, true}, meshes.front(), group.rank(), tiers};
+    return {{from, moves, false, true}, meshes.run(), group.rank(), tiers};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
   // Returns whether this rank counts its values of the flat ([Note: Model axes]).
@@ -134,8 +129,8 @@ struct Rank {
   Group& group;
   mem::Tiers& tiers;
   std::vector<UnitState> units;
-  const std::list<FlatMesh> meshes;  // the mesh of the run, then those of single flats
-  const Mesh& mesh;                  // of the run
+  const FlatMeshes meshes;
+  const Mesh& mesh;  // of the run
   const Groups& groups;
   const int num_slots;  // number of slots over all stages
   mem::DiskTraffic traffic;

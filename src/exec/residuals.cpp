@@ -90,7 +90,7 @@ Travel::Fed Residuals::begin(Flat& flat, const Route& route, mem::Lease* retired
   fed.offset = rank_.begin_of(rest, flat) - rank_.begin_of(addends, flat);
   for (const Axis axis : kDataAxes) {
     if (addends.on(axis) != rest.on(axis)) {
-      fed.factor *= static_cast<float>(rank_.mesh_of(flat).mesh.size(axis));
+      fed.factor *= static_cast<float>(rank_.meshes.of(flat).mesh.size(axis));
     }
   }
   auto& [kept, next] = flat.residual;
@@ -143,7 +143,7 @@ at::Tensor Residuals::mean(const Flat& flat, const std::string& label) {
   const Placement to = saved();
   at::Tensor part = at::empty({rank_.numel_of(to, flat)}, at::TensorOptions(at::kFloat));
   Walk walk = rank_.walk_on_host(from, hops(from, to));
-  walk.add(rank_.mesh_of(flat),
+  walk.add(rank_.meshes.of(flat),
            {.from = own.data_ptr(), .to = part.data_ptr(), .numel = flat.numel});
   walk.run(rank_.channels.stage(), label);
   return part;
@@ -168,7 +168,7 @@ void Residuals::set_mean(Flat& flat, const at::Tensor& part) {
   int64_t addends = 1;
   for (const Axis axis : kDataAxes) {
     if (rest.on(axis) == Layout::kPartial && mean.on(axis) == Layout::kSharded) {
-      addends *= rank_.mesh_of(flat).mesh.size(axis);
+      addends *= rank_.meshes.of(flat).mesh.size(axis);
     }
   }
   Buffer& kept = flat.residual.kept = room_for(flat);

@@ -263,8 +263,8 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
       target.moving = source.moving;
     } else if (source.exists()) {
       rank_.traffic.make_room(target, mem::Account::kOptim);
-      walk.add(rank_.mesh_of(flat), {source.data(), target.data(), source.dtype, target.dtype,
-                                     flat.numel, false, source.moving});
+      walk.add(rank_.meshes.of(flat), {source.data(), target.data(), source.dtype, target.dtype,
+                                       flat.numel, false, source.moving});
     }
   }
   if (!stays_in_memory(moves, rank_.tiers)) walk.run(channel_, planned.label);
@@ -527,9 +527,9 @@ void Updates::publish(const PlannedStep& planned) {
         Buffer& rest = flat.rest().one();
         if (!rank_.keeps_master(flat)) rank_.traffic.changes(rest);
         rank_.traffic.make_room(rest, mem::Account::kParam);
-        const device::Address master =
+        const device::Address from =
             joined ? device::Address() : master_of(flat, flat.chunks.front());
-        walk->add(rank_.mesh_of(flat), {master, rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
+        walk->add(rank_.meshes.of(flat), {from, rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
       }
     }
   };

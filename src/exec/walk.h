@@ -3,16 +3,10 @@
 #include <list>
 #include <vector>
 
+#include "src/exec/flat_mesh.h"
 #include "src/exec/mesh_walk.h"
 
 namespace penstock::exec {
-
-// A mesh over which flats are placed, and this rank's groups on it.
-struct FlatMesh {
-  FlatMesh(const Mesh& given, int rank) : mesh(given), groups(given, rank) {}
-  const Mesh mesh;
-  const Groups groups;
-};
 
 class Walk {
  public:

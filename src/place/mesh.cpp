@@ -33,6 +33,12 @@ int Mesh::stride(Axis axis) const {
   return ranks;
 }
 
+int Mesh::ranks_along(const std::vector<Axis>& axes) const {
+  int ranks = 1;
+  for (const Axis axis : axes) ranks *= size(axis);
+  return ranks;
+}
+
 int Mesh::coordinate(int rank, Axis axis) const {
   PENSTOCK_ASSERT(rank >= 0 && rank < world(), concat("rank ", rank, " outside ", text()));
   return rank / stride(axis) % size(axis);

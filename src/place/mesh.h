@@ -59,6 +59,7 @@ struct Mesh {
   int size(Axis axis) const { return sizes[static_cast<size_t>(axis)]; }
   int data() const { return size(Axis::kNode) * size(Axis::kLocal); }
   int world() const;
+  int ranks_along(const std::vector<Axis>& axes) const;  // number of ranks of group()
   int coordinate(int rank, Axis axis) const;
   // Returns the ranks that differ from `rank` only along `axes`. The position in this list is the
   // shard index ([Note: Shard order]).

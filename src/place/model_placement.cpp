@@ -37,6 +37,11 @@ bool ModelPlacement::is_counted_by(const Mesh& mesh, int rank) const {
   });
 }
 
+bool ModelPlacement::is_first(const Mesh& run, int rank) const {
+  const Mesh own = mesh(run);
+  return own.coordinate(rank, Axis::kNode) == 0 && own.coordinate(rank, Axis::kLocal) == 0;
+}
+
 bool ModelPlacement::is_alike(const Mesh& mesh, int rank, int other) const {
   return std::all_of(kModelAxes.begin(), kModelAxes.end(), [&](Axis axis) {
     const int one = mesh.coordinate(rank, axis), two = mesh.coordinate(other, axis);

@@ -58,6 +58,8 @@ class ModelPlacement {
   // Returns whether `rank`, which must hold the flat, counts and saves its values of the flat.
   // Exactly one of the holders of equal values does.
   bool is_counted_by(const Mesh& mesh, int rank) const;
+  // Returns whether `rank`, which must hold the flat, is the first of its data ranks.
+  bool is_first(const Mesh& run, int rank) const;
   // Returns whether the parameters of two ranks that hold the flat have the same values.
   bool is_alike(const Mesh& mesh, int rank, int other) const;
 

@@ -19,7 +19,7 @@ PROFILE = "tests/device/test_device_profile.py"
 
 LANE, FENCE, KERNELS = "src/device/lane.cpp", "src/device/fence.cpp", "src/device/kernels.cpp"
 ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/comm/channel.cpp"
-WALK, PARAMS, FLAT = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/flat.cpp"
+WALK, PARAMS, FLAT = "src/exec/mesh_walk.cpp", "src/exec/params.cpp", "src/exec/flat.cpp"
 GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
 STORE_GROUP = "src/comm/store_group.cpp"
 MESSAGES = "src/parallel/tensor_messages.cpp"

@@ -62,7 +62,7 @@ OF_CHECKPOINTS = [
     ),
     Mutation(
         "a gather makes another dtype of what it gathers",
-        "src/exec/walk.cpp",
+        "src/exec/mesh_walk.cpp",
         "kind == PassKind::kAllReduce || kind == PassKind::kAllGather",
         "kind == PassKind::kAllReduce",
         draw(249),

@@ -74,7 +74,7 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "a late addend is not added up",
         GRADIENTS,
-        "          add_up(flat, source->one(), axis, planned.label);\n",
+        "    if (flat.placement.is_partial(axis)) add_up(flat, sum, axis, label);\n",
         "",
         life("twice"),
     ),

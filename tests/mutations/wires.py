@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planted import Mutation, Program, Pytest, gtest
 
-PASS, WALK = "src/exec/encoded_pass.cpp", "src/exec/walk.cpp"
+PASS, WALK = "src/exec/encoded_pass.cpp", "src/exec/mesh_walk.cpp"
 PARAMS, VALUES = "src/exec/params.cpp", "src/exec/gathered_values.cpp"
 CODEC = gtest("src/device/device_test", "*WireCodec*")
 RULES = Program("src/plan/plan_test")
@@ -224,15 +224,15 @@ OVER_WIRES = [
     Mutation(
         "an exact sum over all ranks adds a node's residual as one rank's",
         RESIDUALS,
-        "      fed.factor *= static_cast<float>(rank_.mesh.size(axis));\n",
-        "      fed.factor *= static_cast<float>(rank_.mesh.size(axis) > 0);\n",
+        "      fed.factor *= static_cast<float>(rank_.meshes.of(flat).mesh.size(axis));\n",
+        "      fed.factor *= static_cast<float>(rank_.meshes.of(flat).mesh.size(axis) > 0);\n",
         LOST,
     ),
     Mutation(
         "a loaded residual counts once, not for each rank",
         RESIDUALS,
-        "      addends *= rank_.mesh.size(axis);\n",
-        "      addends *= rank_.mesh.size(axis) > 0;\n",
+        "      addends *= rank_.meshes.of(flat).mesh.size(axis);\n",
+        "      addends *= rank_.meshes.of(flat).mesh.size(axis) > 0;\n",
         residuals("checkpoint_keeps"),
     ),
     Mutation(

@@ -192,25 +192,17 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
 
 namespace {
 
-// Returns whether the full flat arrives at this rank when only the first rank needs the values.
-bool arrives_here(const exec::Executor& executor, const exec::Flat& flat, int rank) {
-  const Mesh mesh = flat.placement.mesh(executor.mesh());
-  return mesh.coordinate(rank, Axis::kNode) == 0 && mesh.coordinate(rank, Axis::kLocal) == 0;
-}
-
 // Takes memory for the largest full flat that arrives, or part of a flat that does not.
 mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool everywhere,
                            int rank) {
   int64_t most = 0;
-  const auto count = [&](const exec::Flat& flat) {
-    const Mesh mesh = flat.placement.mesh(executor.mesh());
-    const bool full = everywhere || arrives_here(executor, flat, rank);
-    most =
-        std::max(most, flat.numel / (full ? 1 : num_shards(executor.table().master(), mesh)) * 4);
-  };
-  for (const exec::UnitState& unit : executor.units()) {
-    for (const exec::Flat& flat : unit.flats) count(flat);
-    for (const exec::Flat& flat : unit.away) count(flat);
+  for (exec::UnitState& unit : executor.units()) {
+    for (const exec::Part& part : unit.parts()) {
+      const Mesh mesh = part.flat->placement.mesh(executor.mesh());
+      const bool full = everywhere || part.flat->placement.is_first(executor.mesh(), rank);
+      const int parts = full ? 1 : num_shards(executor.table().master(), mesh);
+      most = std::max(most, part.flat->numel / parts * 4);
+    }
   }
   return memory.take(most, mem::Account::kBuffers);
 }
@@ -267,7 +259,7 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
     int index = -1;  // index among this rank's flats
     for (const exec::Part& one : executor.units()[u].parts()) {
       const exec::Flat& flat = *one.flat;
-      const bool arrives = everywhere || arrives_here(executor, flat, rank);
+      const bool arrives = everywhere || flat.placement.is_first(executor.mesh(), rank);
       at::Tensor full;
       if (one.here) {
         char* const to = room.data().host();

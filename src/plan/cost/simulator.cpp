@@ -328,7 +328,7 @@ class Simulation : StateBytes {
     const bool sums = step.op == Op::kSum;
     for (const Mesh& mesh : sums ? std::vector{mesh_} : meshes_of(role, step.units)) {
       for (const Move& move : step.moves) {
-        if (!move.is_collective() || group_size(move.axes, mesh) == 1) continue;
+        if (!move.is_collective() || mesh.ranks_along(move.axes) == 1) continue;
         ledger_.exchanges += move.kind == MoveKind::kAllReduce ? 2 : 1;
       }
     }
@@ -478,7 +478,7 @@ class Simulation : StateBytes {
   void send_collective(const Move& move, const FlatDesc& flat, int64_t piece,
                        const std::string& phase) {
     const Mesh mesh = flat.placement.mesh(mesh_);
-    const int64_t size = group_size(move.axes, mesh);
+    const int64_t size = mesh.ranks_along(move.axes);
     if (size == 1) return;
     int64_t sent = (size - 1) * piece;
     if (move.kind == MoveKind::kAllReduce) sent *= 2;

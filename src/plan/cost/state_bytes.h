@@ -106,42 +106,7 @@ class StateBytes {
 
   // Returns the number of ranks of a collective over `axes` that moves the flat.
   int64_t group_size(const std::vector<Axis>& axes, const FlatDesc& flat) const {
-    return group_size(axes, flat.placement.mesh(mesh_));
-  }
-  static int64_t group_size(const std::vector<Axis>& axes, const Mesh& mesh) {
-    int64_t size = 1;
-    for (const Axis axis : axes) size *= mesh.size(axis);
-    return size;
-  }
-
-  // Returns the meshes of the flats that a plan line moves. The line makes its exchanges once per
-  // mesh.
-  std::vector<Mesh> meshes_of(Role role, const std::vector<int>& units) const {
-    std::vector<Mesh> meshes;
-    for_each_flat(role, units, [&](const FlatDesc& flat) {
-      const Mesh mesh = flat.placement.mesh(mesh_);
-      if (std::find(meshes.begin(), meshes.end(), mesh) == meshes.end()) meshes.push_back(mesh);
-    });
-    return meshes.empty() ? std::vector<Mesh>{mesh_} : meshes;
-  }
-
-  // Returns the bytes in which small buffers of a plan line are packed, for the flats of one mesh.
-  // Passes run one after another, so the largest counts.
-  int64_t packed_bytes(const Route& way, Role role, const std::vector<int>& units,
-                       const Mesh& mesh) const {
-    int64_t packed = 0;
-    for (size_t i = 0; i < way.passes.size(); ++i) {
-      const Pass& pass = way.passes[i];
-      Packing packing;
-      for_each_flat(role, units, [&](const FlatDesc& flat) {
-        const bool here = flat.placement.mesh(mesh_) == mesh;
-        if (here && !pass.wire.lossy()) packing.add(shard_bytes(way, i, flat));
-      });
-      const int64_t size = group_size(pass.axes, mesh);
-      if (pass.sums()) packed = std::max(packed, packing.reduce_bytes(size));
-      if (pass.kind == PassKind::kAllGather) packed = std::max(packed, packing.gather_bytes(size));
-    }
-    return packed;
+    return flat.placement.mesh(mesh_).ranks_along(axes);
   }
 
   // Returns the bytes of buffers for a plan line whose flats all take this route. Counts all
@@ -234,6 +199,36 @@ class StateBytes {
   }
 
  protected:
+  // Returns the meshes of the flats that a plan line moves. The line makes its exchanges once per
+  // mesh.
+  std::vector<Mesh> meshes_of(Role role, const std::vector<int>& units) const {
+    std::vector<Mesh> meshes;
+    for_each_flat(role, units, [&](const FlatDesc& flat) {
+      const Mesh mesh = flat.placement.mesh(mesh_);
+      if (std::find(meshes.begin(), meshes.end(), mesh) == meshes.end()) meshes.push_back(mesh);
+    });
+    return meshes.empty() ? std::vector<Mesh>{mesh_} : meshes;
+  }
+
+  // Returns the bytes in which small buffers of a plan line are packed, for the flats of one mesh.
+  // Passes run one after another, so the largest counts.
+  int64_t packed_bytes(const Route& way, Role role, const std::vector<int>& units,
+                       const Mesh& mesh) const {
+    int64_t packed = 0;
+    for (size_t i = 0; i < way.passes.size(); ++i) {
+      const Pass& pass = way.passes[i];
+      Packing packing;
+      for_each_flat(role, units, [&](const FlatDesc& flat) {
+        const bool here = flat.placement.mesh(mesh_) == mesh;
+        if (here && !pass.wire.lossy()) packing.add(shard_bytes(way, i, flat));
+      });
+      const int64_t size = mesh.ranks_along(pass.axes);
+      if (pass.sums()) packed = std::max(packed, packing.reduce_bytes(size));
+      if (pass.kind == PassKind::kAllGather) packed = std::max(packed, packing.gather_bytes(size));
+    }
+    return packed;
+  }
+
   const Table table_;
   const ModelDesc& model_;
   const Mesh mesh_;
