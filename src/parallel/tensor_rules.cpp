@@ -32,6 +32,7 @@ constexpr StyleRow kStyles[] = {
     {"whole", Style::kWhole, false},
     {"own_rows", Style::kOwnRows, true},
     {"own_columns", Style::kOwnColumns, true},
+    {"expert", Style::kExpert, false},
 };
 // Styles that the front implements; the engine cuts nothing for them.
 constexpr const char* kOfFront[] = {"divide", "tokens", "gather_tokens"};
@@ -117,7 +118,8 @@ std::optional<Matrix> matrix_of(const ModelTree& tree, const ModuleInfo& module)
 
 class Cutter {
  public:
-  Cutter(const MeshConfig& mesh, ModelTree* tree) : count_(mesh.tensor), tree_(*tree) {}
+  Cutter(const MeshConfig& mesh, ModelTree* tree)
+      : count_(mesh.tensor), num_expert_ranks_(mesh.expert), tree_(*tree) {}
 
   // Cuts one module. `rule` is the first rule that matches it.
   Ruled cut(int index, const Rule& rule) {
@@ -166,10 +168,23 @@ class Cutter {
     return ruled;
   }
 
+  // Divides a parameter with one row per expert over the expert ranks.
+  void divide_experts(int index, const Rule& rule) {
+    const ParamInfo& param = tree_.params[index];
+    const int64_t rows = param.param.dim() == 0 ? 0 : param.param.size(0);
+    if (rows == 0 || rows % num_expert_ranks_ != 0) {
+      rule.fail(concat("\"", param.name, "\" has ", rows,
+                       " rows, which cannot be divided evenly over ", num_expert_ranks_,
+                       " expert ranks (mesh.expert)"));
+    }
+    give(index, {TensorCut::kCut, 0, {rows}, Axis::kExpert}, rule);
+  }
+
   // Cuts one parameter, or states that it is whole. `rule` is the first rule that matches it.
   void cut_param(int index, const Rule& rule) {
     const ParamInfo& param = tree_.params[index];
     const Style style = rule.row->style;
+    if (style == Style::kExpert) return divide_experts(index, rule);
     if (is_own(style)) {
       const int64_t dim = style == Style::kOwnColumns ? 1 : 0;
       if (param.param.dim() <= dim) {
@@ -198,7 +213,7 @@ class Cutter {
       for (const int param : tree_.modules[index].params) {
         if (tree_.params[param].cut.kind != TensorCut::kCut) continue;
         const Rule& rule = *given_.at(param).rule;
-        if (is_own(rule.row->style)) continue;
+        if (is_own(rule.row->style) || rule.row->style == Style::kExpert) continue;
         rule.fail(concat("it cuts parameter \"", tree_.params[param].name, "\", which module \"",
                          tree_.modules[index].name, "\" also uses. Give that module a rule, too"));
       }
@@ -273,13 +288,14 @@ class Cutter {
     return parts;
   }
 
-  int ranks_along(Axis) const { return count_; }
+  int ranks_along(Axis axis) const { return axis == Axis::kExpert ? num_expert_ranks_ : count_; }
 
   struct Given {
     const Rule* rule;
     Cut cut;
   };
   const int count_;  // of tensor ranks
+  const int num_expert_ranks_;
   ModelTree& tree_;
   std::map<int, Given> given_;  // by parameter
 };
@@ -318,6 +334,13 @@ std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>&
   for (size_t index = 0; index < tree->modules.size(); ++index) {
     for (Rule& rule : parsed) {
       if (!matches(rule, tree->modules[index].name)) continue;
+      if (rule.row->style == Style::kExpert) {
+        for (const int param : tree->modules[index].params) {
+          cutter.divide_experts(param, rule);
+          rule.used = true;
+        }
+        break;
+      }
       rule.used = true;
       ruled.push_back(cutter.cut(static_cast<int>(index), rule));
       break;

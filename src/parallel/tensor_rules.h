@@ -24,6 +24,7 @@ enum class Style : uint8_t {
   kWhole,         // equal on every rank; the rule only states that this is intended
   kOwnRows,       // for a parameter: dim 0 is cut, and its module computes with the part directly
   kOwnColumns,    // like kOwnRows, but dim 1 is cut
+  kExpert,        // dim 0 of all parameters is cut over the expert ranks
 };
 
 const char* style_name(Style style);
@@ -42,10 +43,10 @@ struct Ruled {
 // "shared:2" (2 heads; fewer heads than ranks), "partial", "whole". The front's own styles are
 // skipped: "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (for
 // modules that enclose the cut ones). A pattern may also name a parameter; the style must then
-// be "partial", "whole", "own_rows" or "own_columns" (parts as for "column" are allowed). The
-// first rule that matches applies. Throws ConfigError for rules that match nothing, are impossible,
-// or contradict each other on a shared parameter.
-// An axis of one rank cuts nothing.
+// be "partial", "whole", "own_rows" or "own_columns" (parts as for "column" are allowed). "expert"
+// is for parameters with one row per expert, or their module. The first rule that matches applies.
+// Throws ConfigError for rules that match nothing, are impossible, or contradict each other on a
+// shared parameter. An axis of one rank cuts nothing.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules,
                          const MeshConfig& mesh, ModelTree* tree);
 

@@ -107,6 +107,24 @@ TEST(Rules, SharedHeadsStayWhole) {
   }
 }
 
+TEST(Rules, DivideExperts) {
+  ModelTree model = tree();
+  model.params.push_back({"experts.up", at::zeros({4, 8, 16})});
+  const int up = static_cast<int>(model.params.size()) - 1;
+  model.modules.push_back({"experts", "Experts", 0, {up}});
+  const Rules rules = {{"*experts", "expert"}, {"attn.*", "column"}};
+  const Cut divided{TensorCut::kCut, 0, {4}, Axis::kExpert};
+  const auto cut = [&](const MeshConfig& mesh) {
+    ModelTree cut = model;
+    EXPECT_EQ(apply(rules, mesh, &cut).size(), 2);  // experts are not layers that tensor ranks cut
+    EXPECT_EQ(cut.params[1].cut.kind, mesh.tensor > 1 ? TensorCut::kCut : TensorCut::kWhole);
+    return cut.params[static_cast<size_t>(up)].cut;
+  };
+  EXPECT_EQ(cut({}), Cut{});
+  EXPECT_EQ(cut({.expert = 2}), divided);
+  EXPECT_EQ(cut({.tensor = 2, .expert = 4}), divided);
+}
+
 TEST(Rules, WhatCannotBeIsNamed) {
   const std::pair<Rules, const char*> cases[] = {
       {{{"attn.qkv", "columns"}}, "did you mean \"column\""},

@@ -11,6 +11,18 @@ bool ModelPlacement::is_sharded() const {
                      [&](Axis axis) { return is_sharded(axis); });
 }
 
+void ModelPlacement::divide_experts(int count) {
+  on(Axis::kExpert).layout = Layout::kSharded;
+  num_experts_ = count;
+}
+
+Mesh ModelPlacement::mesh(const Mesh& run) const {
+  Mesh own = run;
+  own.sizes[static_cast<size_t>(Axis::kLocal)] /= num_experts_;
+  own.sizes[static_cast<size_t>(Axis::kExpert)] *= num_experts_;
+  return own;
+}
+
 int ModelPlacement::num_holders(Axis axis, const Mesh& mesh) const {
   const std::vector<int>& some = on(axis).holders;
   return some.empty() ? mesh.size(axis) : static_cast<int>(some.size());
@@ -42,7 +54,8 @@ bool ModelPlacement::is_first(const Mesh& run, int rank) const {
   return own.coordinate(rank, Axis::kNode) == 0 && own.coordinate(rank, Axis::kLocal) == 0;
 }
 
-bool ModelPlacement::is_alike(const Mesh& mesh, int rank, int other) const {
+bool ModelPlacement::is_alike(const Mesh& run, int rank, int other) const {
+  const Mesh mesh = this->mesh(run);
   return std::all_of(kModelAxes.begin(), kModelAxes.end(), [&](Axis axis) {
     const int one = mesh.coordinate(rank, axis), two = mesh.coordinate(other, axis);
     return one == two || (!is_sharded(axis) && is_held_by(axis, one) && is_held_by(axis, two));

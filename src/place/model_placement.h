@@ -12,6 +12,13 @@
 //   S  each rank has its own part of the parameters and of the gradient, and counts that part
 //   P  the holders have the same parameters, and each has an addend of the gradient, until a `sum`
 //      line adds the addends up; the first holder counts the sum
+//
+// [Note: Expert ranks] Expert ranks are data ranks: each computes with its own samples. The axis
+// `expert` is the innermost part of the axis `local`. Most flats are placed over all of `local`, as
+// if there were no expert ranks. A flat with expert=S has other parameters on each expert rank, so
+// it is placed over the mesh in which `expert` is an axis of its own: its shards, gathers and
+// averages are those of the data ranks with the same part. In a backward, all expert ranks send
+// samples to a part, and so its gradient is already the sum over expert ranks.
 #include <array>
 #include <string>
 #include <vector>
@@ -43,13 +50,15 @@ class ModelPlacement {
   bool is_sharded() const;  // on any axis
 
   int num_holders(Axis axis, const Mesh& mesh) const;
+  // Divides the flat over the expert ranks, `count` neighbours on the axis `local`.
+  void divide_experts(int count);
   // Returns the mesh over which the flat's copies are placed, and on which its gradient is averaged
-  // over the data axes.
-  Mesh mesh(const Mesh& run) const { return run; }
+  // over the data axes ([Note: Expert ranks]). `run`: the mesh without expert ranks.
+  Mesh mesh(const Mesh& run) const;
 
   // Returns the number of data ranks whose samples are all in the gradient that one rank's backward
   // leaves. The average over the data ranks of mesh() must be divided by this number.
-  int num_summed() const { return 1; }
+  int num_summed() const { return num_experts_; }
 
   // Returns the number of addends of a gradient, over all axes.
   int num_addends(const Mesh& mesh) const;
@@ -61,7 +70,7 @@ class ModelPlacement {
   // Returns whether `rank`, which must hold the flat, is the first of its data ranks.
   bool is_first(const Mesh& run, int rank) const;
   // Returns whether the parameters of two ranks that hold the flat have the same values.
-  bool is_alike(const Mesh& mesh, int rank, int other) const;
+  bool is_alike(const Mesh& run, int rank, int other) const;
 
   // Returns "tensor=P,pipeline={0,3}P": the axes on which the flat is not whole on all ranks.
   std::string text() const;
@@ -69,6 +78,7 @@ class ModelPlacement {
 
  private:
   std::array<AxisHolding, kNumAxes> axes_{};
+  int num_experts_ = 1;  // number of expert ranks with different parts
 };
 
 // Returns the ranks that hold the flat, among the ranks that differ from `rank` only along `axis`.

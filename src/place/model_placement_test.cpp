@@ -52,6 +52,24 @@ TEST(ModelPlacementTest, ComparesOnlyRanksWithEqualValues) {
   EXPECT_TRUE(placement(Axis::kPipeline, Layout::kPartial, {0, 1}).is_alike(kRanks, 1, 7));
 }
 
+// Ranks 0 to 7: two nodes of two pairs; the ranks of a pair have different experts.
+TEST(ModelPlacementTest, PlacesExpertsOverSomeDataRanks) {
+  const Mesh run = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 4}});
+  ModelPlacement experts;
+  EXPECT_EQ(experts.mesh(run), run);
+  EXPECT_EQ(experts.num_summed(), 1);
+  experts.divide_experts(2);
+  EXPECT_EQ(experts.mesh(run), Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}, {Axis::kExpert, 2}}));
+  EXPECT_EQ(experts.num_summed(), 2);
+  EXPECT_EQ(experts.text(), "expert=S");
+  EXPECT_TRUE(experts.is_sharded());
+  EXPECT_TRUE(experts.is_alike(run, 0, 2));
+  EXPECT_TRUE(experts.is_alike(run, 1, 7));
+  EXPECT_FALSE(experts.is_alike(run, 0, 1));
+  EXPECT_FALSE(experts.is_alike(run, 2, 5));
+  for (int rank = 0; rank < run.world(); ++rank) EXPECT_TRUE(experts.is_counted_by(run, rank));
+}
+
 TEST(ModelPlacementTest, ListsHoldersInOrder) {
   const Mesh mesh = Mesh::of({{Axis::kPipeline, 4}, {Axis::kTensor, 2}});
   const ModelPlacement tied = placement(Axis::kPipeline, Layout::kPartial, {0, 3});

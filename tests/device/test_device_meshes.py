@@ -2,7 +2,7 @@
 one process on the CPU, and replicas are equal to the last bit.
 
 `pytest tests/device/test_device_meshes.py --full` runs every third case of tests/parity/meshes.py;
-without it a sample runs, in which every mesh and kind of step occurs.
+without it a sample runs, in which every mesh and kind of step occurs (of expert ranks: some).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ CHOSEN = {True: (1, 3), False: (77, 87)}
 
 def chosen(full: bool) -> list[meshes.Case]:
     first, stride = CHOSEN[full]
-    cases = [one for one in meshes.all_cases()[first::stride] if one.world <= on_device.count()]
+    found = meshes.all_cases()[first::stride] + meshes.expert_cases()[1 :: 3 if full else 59]
+    cases = [one for one in found if one.world <= on_device.count()]
     return sorted(cases, key=lambda one: one.world)  # pools of one size after the other
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from border import AT_THE_BORDER
 from device import BESIDE_A_DEVICE
+from experts import OVER_EXPERT_RANKS
 from forks import IN_FORKS
 from memory import OF_ACTIVATIONS
 from monitor import OF_A_RUN
@@ -35,7 +36,11 @@ LAYERS = Pytest(("tests/parity/test_root_layers.py", "-k", "stays"))
 BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and world1"))
 
 CHECK, COPIES, ROUTE = "src/plan/check.cpp", "src/plan/copies.cpp", "src/plan/route.cpp"
-WALK, PARAMS, VALUES = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/gathered_values.cpp"
+WALK, PARAMS, VALUES = (
+    "src/exec/mesh_walk.cpp",
+    "src/exec/params.cpp",
+    "src/exec/gathered_values.cpp",
+)
 BORDER = "src/engine/step/outside_edits.cpp"
 GRADIENTS, UPDATES = "src/exec/gradients.cpp", "src/exec/updates.cpp"
 OPTIMIZER_STEP = "src/optim/optimizer_step.cpp"
@@ -260,7 +265,7 @@ MUTATIONS = [
     Mutation(
         "the norm counts every replica",
         GRADIENTS,
-        "numel /= rank_.mesh.size(axis);",
+        "numel /= mesh.size(axis);",
         "",
     ),
     Mutation(
@@ -571,4 +576,4 @@ MUTATIONS = [
     ),
 ]
 MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE + OVER_TENSOR_RANKS + OVER_STAGES
-MUTATIONS += OF_A_RUN + OVER_WIRES + OVER_NODES + IN_FORKS + OF_ACTIVATIONS
+MUTATIONS += OF_A_RUN + OVER_WIRES + OVER_NODES + IN_FORKS + OF_ACTIVATIONS + OVER_EXPERT_RANKS

@@ -11,6 +11,7 @@ from typing import Any
 
 import back_ends
 import compare
+import expert_models
 import hugging_face as hf
 import pipeline_models
 import torch
@@ -39,6 +40,17 @@ MESHES: list[dict[str, int]] = [
     {"pipeline": 2, "data": 4},
     {"pipeline": 2, "sequence": 2},
     {"pipeline": 2, "sequence": 2, "data": 2},
+]
+
+# Expert ranks are some of the data ranks.
+EXPERT_MESHES: list[dict[str, int]] = [
+    {"data": 2, "expert": 2},
+    {"data": 4, "expert": 2},
+    {"data": 4, "expert": 4},
+    {"data": 4, "expert": 1},
+    {"tensor": 2, "data": 2, "expert": 2},
+    {"pipeline": 2, "data": 2, "expert": 2},
+    {"pipeline": 2, "data": 4, "expert": 2},
 ]
 
 # Name: strategy and its tiers.
@@ -116,6 +128,7 @@ MODELS: dict[str, tuple[Any, str, dict[str, str]]] = {
     # when it adds up micro-batches in another order.
     "t5": (lambda: hf.build("t5", feed_forward_proj="gated-gelu"), "t5", {}),
 }
+OF_EXPERTS = {"experts": (expert_models.build, "", RULES | expert_models.RULES)}
 TOKENS = ("llama", "llama tied", "gpt2", "qwen3", "bert")  # which may be cut between layers
 WHOLE_HEADS = ("lora", "bert")  # on tensor ranks, too
 ENDS_EVERYWHERE = ("phi3",)  # all stages have the embedding and the head; one computes with each
@@ -141,9 +154,29 @@ class Case:
     @property
     def world(self) -> int:
         made = 1
-        for _, size in self.mesh:
-            made *= size
+        for axis, size in self.mesh:
+            made *= 1 if axis == "expert" else size
         return made
+
+    @property
+    def made_of(self) -> tuple[Any, str, dict[str, str]]:
+        return (MODELS | OF_EXPERTS)[self.model]
+
+    def rules(self) -> dict[str, Any]:
+        """Keys of the section "parallel"."""
+        rules, tensor, expert = self.made_of[2], self.size("tensor"), self.size("expert")
+        if tensor * expert == 1 or not rules:
+            return {}
+        return {"rules": rules} | ({"verify": "off"} if tensor > 1 and expert > 1 else {})
+
+    def expert_groups(self) -> list[list[int]]:
+        count, tensor = self.size("expert"), self.size("tensor")
+        firsts = range(0, self.world, count * tensor)
+        return [
+            [first + one + tensor * rank for rank in range(count)]
+            for first in firsts
+            for one in range(tensor)
+        ]
 
     @property
     def micro(self) -> int:
@@ -156,7 +189,7 @@ class Case:
         return even and self.model in TOKENS and self.steps in ("one", "three")
 
     def makes_sense(self) -> bool:
-        kind = MODELS[self.model][1]
+        kind = self.made_of[1]
         parts = self.size("sequence") == 1 or kind in IN_PARTS
         node = self.strategy != "hpz" or self.size("data") > 1
         # A stage is a block or a layer, and these have two.
@@ -181,9 +214,8 @@ class Case:
             made["mesh"]["node"] = 2
         if self.strategy == "zero3 act":
             made["activations"] = {"checkpoint": "unit"}
-        rules = MODELS[self.model][2]
-        if self.size("tensor") > 1 and rules:
-            made["parallel"] = made.get("parallel", {}) | {"rules": rules}
+        if self.rules():
+            made["parallel"] = made.get("parallel", {}) | self.rules()
         cut = self.size("tensor") > 1 and self.model not in WHOLE_HEADS
         if cut and self.steps in ("two", "eight"):
             made["parallel"] = made.get("parallel", {}) | {"cut_logits": True}
@@ -208,9 +240,27 @@ def all_cases() -> list[Case]:
     return [one for one in cases if one.makes_sense()]
 
 
+def expert_cases() -> list[Case]:
+    """Meshes with expert ranks x strategies x kinds of steps."""
+    steps = (*IN_TURN, "zero bubble")
+    cases = [
+        Case(tuple(mesh.items()), strategy, "experts", kind)
+        for mesh in EXPERT_MESHES
+        for strategy in STRATEGIES
+        for kind in steps
+    ]
+    return [
+        one
+        for one in cases
+        if one.makes_sense()
+        and (one.steps != "zero bubble" or (one.size("pipeline") > 1 and "act" not in one.strategy))
+        and (one.strategy != "hpz" or one.size("data") // 2 % one.size("expert") == 0)
+    ]
+
+
 def parts_of(case: Case, step: int, data: int) -> Iterator[Any]:
     """The micro-batches of a data rank: of other lengths, and the last one shorter."""
-    kind = MODELS[case.model][1]
+    kind = case.made_of[1]
     for micro in range(case.micro):
         number = 10 * step + micro
         if kind:
@@ -235,7 +285,7 @@ def plain(case: Case, steps: int = STEPS) -> dict[str, Any]:
 
 @functools.cache
 def plain_once(case: Case, steps: int) -> dict[str, Any]:
-    model = MODELS[case.model][0]()
+    model = case.made_of[0]()
     params = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(params, **ADAMW)
     count = case.micro * case.size("data")
@@ -279,7 +329,9 @@ def run(case: Case, path: str, device: str = "cpu", steps: int = STEPS) -> dict[
     for all."""
     import penstock  # noqa: PLC0415
 
-    model = training.moved(MODELS[case.model][0](), device)
+    if case.size("expert") > 1:
+        expert_models.meet(case.expert_groups())
+    model = training.moved(case.made_of[0](), device)
     engine = penstock.initialize(model, case.config(path))
     losses, first = [], {}
     for step in range(steps):

@@ -31,11 +31,15 @@ Layout layout_of(TensorCut cut) {
 }
 
 // Returns how the ranks of the model axes hold a parameter, from its cut and the stages that use
-// it.
+// it. `experts`: the number of expert ranks.
 ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stages,
-                            const Mesh& mesh) {
+                            const Mesh& mesh, int experts) {
   ModelPlacement place;
-  place.on(info.cut.axis).layout = layout_of(info.cut.kind);
+  if (info.cut.axis == Axis::kExpert) {
+    place.divide_experts(experts);
+  } else {
+    place.on(info.cut.axis).layout = layout_of(info.cut.kind);
+  }
   const int pipeline = mesh.size(Axis::kPipeline);
   if (pipeline == 1) return place;
   std::set<int> ranks;
@@ -81,7 +85,7 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       const int named = info.whole >= 0 ? info.whole : index;
       const Dtype dtype = compute_dtype(config, tree.params[named]);
       const bool trainable = info.param.requires_grad();
-      const ModelPlacement placement = placement_of(info, index, stages, mesh);
+      const ModelPlacement placement = placement_of(info, index, stages, mesh, config.mesh.expert);
       exec::Flat* flat = nullptr;
       for (exec::Flat& one : unit.flats) {
         const bool alike = one.dtype == dtype && one.trainable == trainable;
@@ -164,6 +168,24 @@ void check_tensor(const ModelTree& tree, const Config& config) {
         parallel::names_of_matrices(tree)));
   }
   if (config.tiling.any()) fail("\"tiling\" is not supported with tensor ranks yet; remove it");
+}
+
+// Throws ConfigError for settings that do not work with expert ranks. `tree` has its cuts.
+void check_experts(const ModelTree& tree, const Config& config) {
+  const auto fail = [&](const std::string& what) {
+    throw ConfigError(concat("[engine::draw] \"mesh.expert\" is ", config.mesh.expert, ": ", what));
+  };
+  if (config.tiling.any()) fail("\"tiling\" is not supported with expert ranks yet; remove it");
+  std::vector<std::string> stacked;
+  for (const ParamInfo& param : tree.params) {
+    if (param.cut.axis == Axis::kExpert) return;
+    if (param.param.dim() >= 3) stacked.push_back(concat("\"", param.name, "\""));
+  }
+  fail(
+      concat("no rule in \"parallel.rules\" has the style \"expert\", so no parameter is divided "
+             "over the expert ranks. Give it to the parameters with one row per expert, or to "
+             "their module. Parameters of three dims: ",
+             stacked.empty() ? "none" : join(stacked, ", ")));
 }
 
 // Calls `fail` for settings that do not work with split backwards.
@@ -252,6 +274,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   if (tensor > 1) check_tensor(tree, config);
   std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, config.mesh, &tree);
   if (tensor > 1) drawn.ruled = std::move(ruled);
+  if (config.mesh.expert > 1) check_experts(tree, config);
   drawn.split = tiles::split_large(
       tree, config.tiling, [&](const ParamInfo& param) { return compute_dtype(config, param); });
   const int pipeline = drawn.mesh.size(Axis::kPipeline);

@@ -103,6 +103,8 @@ std::string Report::explain() const {
     out += concat("u", unit, " ", state_->unit_names[unit]);
     for (const FlatDesc& flat : state_->model.units[unit].flats) {
       out += concat(" ", flat.numel, " ", dtype_name(flat.dtype), flat.trainable ? "" : " frozen");
+      const std::string place = flat.placement.text();
+      if (!place.empty()) out += concat(" (", place, ")");
     }
     out += "\n";
   }

@@ -100,9 +100,6 @@ void parse_mesh(const Json& value, MeshConfig* mesh) {
   section.read_int("sequence", &mesh->sequence, 1, whole);
   section.read_int("pipeline", &mesh->pipeline, 1, whole);
   section.read_int("expert", &mesh->expert, 1, whole);
-  if (mesh->expert > 1)
-    fail_unsupported(section.path("expert"), mesh->expert,
-                     "this version does not support expert parallelism yet, only 1");
 }
 
 void parse_names(const ConfigSection& section, const std::string& key, const std::string& allowed,

@@ -323,7 +323,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"parallel": {"rules": {"": "row"}}})", {"an empty name pattern"}},
         Bad{R"({"parallel": {"rule": {}}})", {"did you mean \"parallel.rules\"?"}},
         Bad{R"({"mesh": {"sequence": "2"}})", {"a whole number >= 1"}},
-        Bad{R"({"mesh": {"expert": 2}})", {"does not support expert"}},
+        Bad{R"({"mesh": {"expert": 0}})", {"a whole number >= 1"}},
         Bad{R"({"table": {"act": {"hold": "RR@host:bf16"}}})", {"\"offload.activations\""}},
         Bad{R"({"comm": {"backend": "nccl"}})", {R"("comm.backend" is "nccl")", "gloo"}},
         Bad{R"({"comm": {"codec": "lz4"}})", {R"("comm.codec" is "lz4")"}},

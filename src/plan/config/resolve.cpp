@@ -33,6 +33,16 @@ void resolve_mesh(int world_size, MeshConfig* mesh) {
                              " data-parallel ranks evenly; set it to the number of nodes, a "
                              "divisor of ",
                              data));
+  if (mesh->expert > 1 && mesh->sequence > 1)
+    throw ConfigError(concat(where, "\"mesh.expert\" is ", mesh->expert,
+                             ", which is not supported with \"mesh.sequence\" yet; remove one"));
+  if (data / mesh->node % mesh->expert != 0)
+    throw ConfigError(
+        concat(where, "\"mesh.expert\" is ", mesh->expert, ", which does not divide the ",
+               data / mesh->node,
+               " data-parallel ranks of a node evenly; expert ranks are data-parallel "
+               "ranks of one node. Set it to a divisor of ",
+               data / mesh->node));
 }
 
 // Computes the missing one of micro, accumulate and global from the other two. Sets nothing if the
