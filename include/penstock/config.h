@@ -176,6 +176,7 @@ struct PENSTOCK_API Config {
   int64_t prefetch_bytes = 64LL << 20;
   CommConfig comm;
   int64_t seed = -1;
+  bool inference = false;  // only forwards: parameters are frozen while the engine is open
 
   // Parses JSON text in the native dialect. Throws ConfigError.
   static Config parse(const std::string& json_text);
@@ -183,8 +184,7 @@ struct PENSTOCK_API Config {
   // spaces.
   std::string json(int indent = -1) const;
   // Returns the same values as lines such as "config /optimizer/lr = 0.001", which ranks compare.
-  // Leaves out paths, because they may differ between machines: offload.path, comm.report_dir,
-  // checkpoint.path, monitor.path, monitor.machine.
+  // Leaves out all paths, because they may differ between machines.
   std::string lines() const;
   // Checks the settings that depend on the number of ranks, and computes the settings that follow
   // from it (mesh.data, batch). Throws ConfigError with key, value and an allowed value.

@@ -184,6 +184,7 @@ void bind_config(py::module_& module) {
       .def_readonly("loss_scale", &Config::loss_scale)
       .def_readonly("clip", &Config::clip)
       .def_readonly("nonfinite", &Config::nonfinite)
+      .def_readonly("inference", &Config::inference)
       .def_readonly("units", &Config::units)
       .def_readonly("tiling", &Config::tiling)
       .def_readonly("prefetch_bytes", &Config::prefetch_bytes)

@@ -1,4 +1,5 @@
 #include "src/engine/model/values.h"
+#include "src/engine/model/held_units.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -47,6 +48,8 @@ void bind_values(py::module_& module) {
       .def("units_of", &Values::units_of)
       .def("gather", &Values::gather, NoGil())
       .def("release", &Values::release, NoGil())
+      .def("hold", &hold, NoGil())
+      .def("let_go_of_held", &let_go_of_held, NoGil())
       .def("keep_views", &keep_views)
       .def("refine_masters", &refine_masters, NoGil())
       .def("let_go", &Values::let_go, NoGil())

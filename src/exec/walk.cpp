@@ -5,22 +5,22 @@
 
 namespace penstock::exec {
 
-Walk::Walk(Way way, const FlatMesh& run, int rank, mem::Tiers& tiers)
-    : way_(std::move(way)), rank_(rank), tiers_(tiers) {
+Walk::Walk(Order order, const FlatMesh& run, int rank, mem::Tiers& tiers)
+    : order_(std::move(order)), rank_(rank), tiers_(tiers) {
   part(run);
 }
 
-Walk::Part& Walk::part(const FlatMesh& over) {
-  for (Part& known : parts_) {
+Walk::OverMesh& Walk::part(const FlatMesh& over) {
+  for (OverMesh& known : parts_) {
     if (known.over == &over) return known;
   }
-  Route route = penstock::route(way_.from, way_.moves, over.mesh, rank_, way_.consumes);
+  Route route = penstock::route(order_.from, order_.moves, over.mesh, rank_, order_.consumes);
   return parts_.emplace_back(
-      Part{&over, MeshWalk(std::move(route), over.mesh, over.groups, tiers_, way_.on_host)});
+      OverMesh{&over, MeshWalk(std::move(route), over.mesh, over.groups, tiers_, order_.on_host)});
 }
 
 void Walk::add(const FlatMesh& over, const Travel& travel) {
-  Part& found = part(over);
+  OverMesh& found = part(over);
   found.used = true;
   found.walk.add(travel);
 }
@@ -32,20 +32,20 @@ void Walk::ready() {
     const bool drop = !it->used && parts_.size() > 1;
     it = drop ? parts_.erase(it) : std::next(it);
   }
-  for (Part& part : parts_) part.walk.ready();
+  for (OverMesh& part : parts_) part.walk.ready();
   is_ready_ = true;
 }
 
 void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first,
                comm::LaunchTurn* turn) {
   if (!is_ready_) ready();
-  for (Part& part : parts_) {
+  for (OverMesh& part : parts_) {
     part.walk.run(channel, label, first, turn, /*leaves=*/&part == &parts_.back());
   }
 }
 
 void Walk::let_go() {
-  for (Part& part : parts_) part.walk.let_go();
+  for (OverMesh& part : parts_) part.walk.let_go();
 }
 
 }  // namespace penstock::exec

@@ -11,7 +11,7 @@ namespace penstock::exec {
 class Walk {
  public:
   // A route depends on the mesh, but its kinds of passes and its placements do not.
-  struct Way {
+  struct Order {
     Placement from;
     std::vector<Move> moves;
     bool consumes = true;  // see penstock::route()
@@ -19,7 +19,7 @@ class Walk {
     bool on_host = false;
   };
   // `run` (the mesh of the run) and `tiers` must outlive the walk.
-  Walk(Way way, const FlatMesh& run, int rank, mem::Tiers& tiers);
+  Walk(Order order, const FlatMesh& run, int rank, mem::Tiers& tiers);
 
   // `over`: the mesh of the buffer's flat. Must outlive the walk.
   void add(const FlatMesh& over, const Travel& travel);
@@ -42,17 +42,17 @@ class Walk {
   const Route& route() const { return parts_.front().walk.route(); }
 
  private:
-  struct Part {
+  struct OverMesh {
     const FlatMesh* over;
     MeshWalk walk;
     bool used = false;
   };
-  Part& part(const FlatMesh& over);
+  OverMesh& part(const FlatMesh& over);
 
-  const Way way_;
+  const Order order_;
   const int rank_;
   mem::Tiers& tiers_;
-  std::list<Part> parts_;  // until ready(), the first is that of the run
+  std::list<OverMesh> parts_;  // until ready(), the first is that of the run
   bool is_ready_ = false;
 };
 

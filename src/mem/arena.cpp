@@ -143,6 +143,11 @@ void Pool::set_budget(Budget budget) {
   budget_ = std::move(budget);
 }
 
+int64_t Pool::room() const {
+  const std::lock_guard lock(mutex_);
+  return budget_.bytes - in_use_;
+}
+
 c10::DataPtr Pool::allocate(int64_t bytes, int64_t used) {
   switch (kind_) {
     case MemoryKind::kHost:
@@ -302,6 +307,11 @@ void Pool::trim() {
 void Arena::set_budget(Budget budget) {
   const std::lock_guard lock(mutex_);
   budget_ = std::move(budget);
+}
+
+int64_t Arena::room() const {
+  const std::lock_guard lock(mutex_);
+  return budget_.bytes - usage_.total_now;
 }
 
 void Arena::count(Account account, int64_t bytes) {

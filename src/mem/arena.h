@@ -57,6 +57,7 @@ class Pool {
                 const device::Device& device = device::Device::host());
 
   void set_budget(Budget budget);
+  int64_t room() const;  // bytes that its budget has left
   // Returns a buffer with undefined contents. Prefers the buffer at `wanted` if that is unused and
   // has the right size. Throws RuntimeFault with the bytes requested, in use and allowed.
   c10::DataPtr take(int64_t bytes, const void* wanted = nullptr);
@@ -133,6 +134,7 @@ class Arena {
   // Makes take() use this pool for the account. Call it before the first take().
   void use(Account account, Pool& pool) { pools_[static_cast<size_t>(account)] = &pool; }
   void set_budget(Budget budget);
+  int64_t room() const;  // bytes that its budget has left
   // See Pool::take().
   Lease take(int64_t bytes, Account account, const void* wanted = nullptr);
   Usage usage() const;

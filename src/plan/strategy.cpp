@@ -329,6 +329,10 @@ Plan window_plan(const Config& config, const Table& table, const ModelDesc& mode
     Plan part = with_passes(plan_section(table, model, mesh, section), model, config);
     std::move(part.steps.begin(), part.steps.end(), std::back_inserter(window.steps));
   };
+  if (config.inference) {
+    append(Section::kEval);
+    return window;
+  }
   const auto num_micro = static_cast<int>(config.batch.accumulate);
   for (int micro = 0; micro < num_micro; ++micro) {
     window.steps.push_back({.op = Op::kMicro, .micro = micro});

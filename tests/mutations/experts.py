@@ -77,8 +77,8 @@ OVER_EXPERT_RANKS = [
     Mutation(
         "a walk moves the experts of a unit over all data ranks",
         "src/exec/walk.cpp",
-        "  Part& found = part(over);\n",
-        "  Part& found = parts_.front();\n",
+        "  OverMesh& found = part(over);\n",
+        "  OverMesh& found = parts_.front();\n",
         LIVES,
     ),
 ]

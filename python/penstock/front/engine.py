@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock._native import ConfigError, _penstock
 from penstock.front import (
     checkpoint,
     config_file,
@@ -31,6 +31,7 @@ from penstock.front import optimizer as optim
 from penstock.front.batches import Batches
 from penstock.front.config_file import ConfigLike
 from penstock.front.forward_guard import Forwards, Pace, Uneven, remove
+from penstock.front.inference import Inference
 from penstock.front.model_structure import Structure, check_params, refuse_model
 from penstock.front.param_state import ParamState
 from penstock.monitor.monitored import Monitored
@@ -41,7 +42,7 @@ OptimizerLike = (
 )
 
 
-class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
+class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored):
     """Trains one model. Made by `initialize()`; use it like the model.
 
     Attributes:
@@ -95,6 +96,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._core = self._ranks.core(described, config, not self._native)
         _cores.add(self)
         self.config = self._core.config
+        if self.config.inference:
+            self.module.eval()
         training_device.warn_of_one_thread(self.module, described.device, self.config)
         self._pipeline = pipeline_parallel.PipelineParallel(self.module, self._core, self.config)
         sharded_init.let_go(self._core.mean)
@@ -595,6 +598,3 @@ def initialize(
         lr_scheduler = schedules.from_section(scheduler)
     place = training_device.of_model(model, device, sharded_init.waiting())
     return Engine(model, {**values, **overrides}, optimizer, lr_scheduler, given, place)
-
-
-__all__ = ["Engine", "RuntimeFault", "initialize"]

@@ -113,6 +113,10 @@ def prepare(
     section = config.get("optimizer")
     if given is None:
         return None, {**config, "optimizer": {} if section is None else section}
+    if config.get("inference"):
+        raise ConfigError(
+            '[front::initialize] "inference" is true, so nothing trains. Pass no optimizer'
+        )
     if not isinstance(given, torch.optim.Optimizer) and callable(given):
         given = given(model.parameters())
     if not isinstance(given, torch.optim.Optimizer):

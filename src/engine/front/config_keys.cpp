@@ -20,6 +20,7 @@ constexpr auto kKeys = std::to_array<ConfigKey>({
     {"/precision", nullptr},
     {"/clip", nullptr},
     {"/nonfinite", nullptr},
+    {"/inference", nullptr},
     {"/prefetch_bytes", nullptr},
     {"/seed", "call torch::manual_seed() on each rank"},
     {"/dtypes", nullptr},

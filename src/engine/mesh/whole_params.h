@@ -26,6 +26,7 @@ class WholeParams {
   void hide(int unit);
   // Returns whether any rank may show a parameter. The answer is the same on every rank.
   bool used() const;
+  bool shows() const { return !shown_.empty(); }  // whether any parameter is a full tensor now
 
  private:
   template <class Action>

@@ -246,6 +246,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   hooks.clear();
   executor->activations().close();
   lent.take_back();
+  frozen.reset();
   engine::take_back(lent_gradients);
   border->hide_gradients();
   tiled->close();

@@ -50,7 +50,7 @@ void Values::check_may_change(const std::string& what) {
     where = "in forward";
   } else if (state_->driver->holds() &&
              (!state_->executor->table().rests_whole() || state_->wholes->used())) {
-    where = "inside gathered()";
+    where = "inside gathered() or inference()";
   }
   if (where == nullptr) return;
   throw RuntimeFault(concat("[engine::optimizer] ", what, " was called ", where,

@@ -102,6 +102,8 @@ class PENSTOCK_API Values {
   std::vector<at::Tensor> shard_gradients();
 
  private:
+  friend bool hold(Values& values, const std::vector<int>& units);
+  friend void let_go_of_held(Values& values, const std::vector<int>& units);
   friend void keep_views(Values& values, const std::vector<int>& units);
   friend void refine_masters(Values& values,
                              const std::vector<std::pair<std::string, at::Tensor>>& loaded);

@@ -6,12 +6,14 @@
 
 #include <array>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/model/exposed_tensors.h"
+#include "src/engine/model/held_units.h"
 #include "src/engine/step/backward_end.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/planning.h"
@@ -22,10 +24,24 @@
 
 namespace penstock {
 
+namespace {
+
+// Throws RuntimeFault if the engine is for inference.
+void check_trains(const Config& config, const char* call) {
+  if (!config.inference) return;
+  throw RuntimeFault(concat("[engine::", call, "] ", call,
+                            "() was called, but the engine is for inference (config key "
+                            "\"inference\"). Train with an engine without this key"));
+}
+
+}  // namespace
+
 Core::Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> group,
-           bool external_optimizer, std::shared_ptr<Group> nodes)
-    : state_(std::make_shared<State>(tree, config, std::move(group), external_optimizer,
-                                     std::move(nodes))) {
+           bool external_optimizer, std::shared_ptr<Group> nodes) {
+  auto frozen = std::make_unique<engine::FrozenParams>(tree, config);
+  state_ =
+      std::make_shared<State>(tree, config, std::move(group), external_optimizer, std::move(nodes));
+  state_->frozen = std::move(frozen);
   state_->install_hooks();
   State::Observer{*state_}.describe();
 }
@@ -116,6 +132,7 @@ void Core::resume_backward() {
 }
 
 at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
+  check_trains(state_->config, "backward");
   resume_backward();
   if (!gradient.defined() && loss.numel() == 1) state_->monitor->saw(loss);
   const double scale = state_->loss_scale.value();
@@ -136,6 +153,7 @@ void Core::backward_failed(const std::string& error) {
 
 bool Core::window_complete(bool force) {
   state_->check_open("step");
+  check_trains(state_->config, "step");
   const auto inside = state_->calling.within("step");
   state_->look_at_gradients(false);
   State::BackwardEnd{*state_}.after_error("step", false);

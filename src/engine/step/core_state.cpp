@@ -53,8 +53,9 @@ void check_model(const engine::Driver& driver, const exec::Executor& executor,
   if (model_ranks.tensor) model_ranks.tensor->check_called(executor.units());
   if (!driver.holds() || (executor.table().rests_whole() && !wholes.used())) return;
   throw RuntimeFault(
-      "[engine::step] step() was called inside gathered(): the gathered values would not show the "
-      "update. Leave the block before the step");
+      "[engine::step] step() was called inside gathered() or inference(): the gathered values "
+      "would "
+      "not show the update. Leave the block before the step");
 }
 
 // A scheduler may set momentum after initialize(). In that case initialize() made no room for the
@@ -121,7 +122,7 @@ bool expects_gradients(const tiles::TiledWeights& tiled,
 
 void Core::State::forward_begin(bool grad_enabled) {
   check_open("forward");
-  if (wholes->used() && driver->holds()) {
+  if (wholes->shows()) {
     throw RuntimeFault(
         "[engine::forward] a forward was called inside gathered(): the parameters are full tensors "
         "there, but tensor and pipeline ranks compute with their parts. Leave the block before the "

@@ -18,6 +18,7 @@
 #include "src/engine/mesh/model_ranks.h"
 #include "src/engine/mesh/whole_params.h"
 #include "src/engine/model/exposed_tensors.h"
+#include "src/engine/model/held_units.h"
 #include "src/engine/step/accumulation_window.h"
 #include "src/engine/step/autograd_hooks.h"
 #include "src/engine/step/calling_thread.h"
@@ -92,6 +93,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   exec::UpdateRules rules;                 // of the same plans
   std::optional<engine::OutsideEdits> border;
   std::vector<engine::GradientHook> hooks;
+  std::unique_ptr<engine::FrozenParams> frozen;  // set if the engine is for inference
   engine::ModelRanks model_ranks;
   std::optional<engine::WholeParams> wholes;
   bool moves_params = false;          // parameters are sometimes not ready for computing

@@ -15,6 +15,7 @@
 #include "src/base/text.h"
 #include "src/ckpt/checksum.h"
 #include "src/device/kernels.h"
+#include "src/engine/step/unit_order.h"
 #include "src/engine/step/window_agreement.h"
 #include "src/exec/walk.h"
 #include "src/plan/strategy.h"

@@ -529,10 +529,10 @@ void parse_nested(const ConfigSection& top, Config* config) {
 Config Config::parse(const std::string& json_text) {
   const Json json = parse_json(json_text);
   const ConfigSection top(
-      json, "", {"strategy", "table",       "mesh",      "precision",      "dtypes", "offload",
-                 "memory",   "activations", "optimizer", "schedule",       "batch",  "loss_scale",
-                 "clip",     "units",       "tiling",    "prefetch_bytes", "comm",   "checkpoint",
-                 "monitor",  "seed",        "nonfinite", "parallel"});
+      json, "", {"strategy", "table",       "mesh",      "precision",      "dtypes",   "offload",
+                 "memory",   "activations", "optimizer", "schedule",       "batch",    "loss_scale",
+                 "clip",     "units",       "tiling",    "prefetch_bytes", "comm",     "checkpoint",
+                 "monitor",  "seed",        "nonfinite", "parallel",       "inference"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))
@@ -541,6 +541,7 @@ Config Config::parse(const std::string& json_text) {
   config.nonfinite = top.choice("nonfinite", config.nonfinite, {"error", "skip"});
   top.read_bytes("prefetch_bytes", &config.prefetch_bytes, 0);
   top.read_int("seed", &config.seed, 0, "a whole number >= 0");
+  top.read("inference", &config.inference);
   parse_nested(top, &config);
   return config;
 }

@@ -96,6 +96,7 @@ std::string Config::json(int indent) const {
                         {"precision", precision ? nlohmann::json(*precision) : nullptr},
                         {"clip", clip},
                         {"nonfinite", nonfinite},
+                        {"inference", inference},
                         {"prefetch_bytes", prefetch_bytes},
                         {"seed", or_null(seed, -1)},
                         {"dtypes", nullptr}};  // reserves its place in the order

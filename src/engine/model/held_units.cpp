@@ -1,0 +1,70 @@
+#include "src/engine/model/held_units.h"
+
+#include <algorithm>
+#include <string>
+
+#include "src/base/board.h"
+#include "src/engine/model/values.h"
+#include "src/engine/step/core_state.h"
+
+namespace penstock {
+
+namespace {
+
+// Returns the bytes of the copies that are missing.
+int64_t missing_bytes(const exec::Executor& executor, const exec::Params& params,
+                      const std::vector<int>& units) {
+  int64_t bytes = 0;
+  for (const int unit : units) {
+    if (params.whole(unit)) continue;
+    for (const exec::Flat& flat : executor.units()[static_cast<size_t>(unit)].flats) {
+      bytes += flat.numel * flat.element_bytes();
+    }
+  }
+  return bytes;
+}
+
+}  // namespace
+
+namespace engine {
+
+FrozenParams::FrozenParams(const ModelTree& tree, const Config& config) {
+  for (const ParamInfo& one : tree.params) {
+    if (config.inference && one.param.requires_grad()) trained_.push_back(one.param);
+  }
+  for (const at::Tensor& param : trained_) param.set_requires_grad(false);
+}
+
+FrozenParams::~FrozenParams() {
+  for (const at::Tensor& param : trained_) param.set_requires_grad(true);
+}
+
+}  // namespace engine
+
+bool hold(Values& values, const std::vector<int>& units) {
+  auto& state = *values.state_;
+  state.check_open("inference");
+  state.border->look_at_params();
+  exec::Executor& executor = *state.executor;
+  if (state.moves_params) take_turn(state.group->board(), "inference", "called inference()");
+  const int64_t bytes = missing_bytes(executor, executor.params(), units);
+  const int64_t room = std::min(state.tiers.device.room(), state.tiers.memory.room());
+  const std::vector<std::string> answers =
+      executor.share("room for inference", bytes <= room / 5 * 4 ? "1" : "0");
+  if (std::count(answers.begin(), answers.end(), "1") < executor.mesh().world()) return false;
+  for (const int unit : units) {
+    // A unit in the middle of a backward keeps the values with which that backward computes.
+    const bool in_use = executor.params().coded(unit) && state.driver->section().has_value();
+    in_use ? executor.params().require(unit) : executor.params().require_exact(unit);
+  }
+  state.driver->hold(units);
+  return true;
+}
+
+void let_go_of_held(Values& values, const std::vector<int>& units) {
+  values.release(units, /*write=*/false);
+  auto& state = *values.state_;
+  if (!state.closed) state.tiers.device.trim();
+}
+
+}  // namespace penstock

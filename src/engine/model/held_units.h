@@ -1,0 +1,41 @@
+#pragma once
+// Units that stay whole on every rank between forwards, for inference.
+//
+// [Note: Inference] Inference is a table whose plan has no backward. A training engine has two ways
+// to run it. In the first, units are held: they are gathered once, and forwards then move nothing,
+// so ranks may run different numbers of forwards. In the second, each forward moves its units as
+// the table says. Training continues from the state at rest, which neither way changes.
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "penstock/config.h"
+#include "penstock/core.h"
+
+namespace penstock {
+
+class Values;
+
+namespace engine {
+
+// Freezes the parameters of an engine for inference, until it is destroyed.
+class FrozenParams {
+ public:
+  FrozenParams(const ModelTree& tree, const Config& config);
+  FrozenParams(const FrozenParams&) = delete;
+  FrozenParams& operator=(const FrozenParams&) = delete;
+  ~FrozenParams();
+
+ private:
+  std::vector<at::Tensor> trained_;  // before
+};
+
+}  // namespace engine
+
+// [all ranks] Gathers the units, and keeps them whole until let_go_of_held(). Returns false, and
+// gathers nothing, if the copies would take more than 4/5 of the memory that is left on some rank.
+PENSTOCK_API bool hold(Values& values, const std::vector<int>& units);
+// [all ranks] Frees the copies. Throws RuntimeFault if parameters were changed in the meantime.
+PENSTOCK_API void let_go_of_held(Values& values, const std::vector<int>& units);
+
+}  // namespace penstock
