@@ -37,7 +37,6 @@ _INSTEAD = {
     "deepspeed.compile": _COMPILE,
     "deepspeed.compression": "Penstock only trains; quantize or prune the exported model",
     "deepspeed.default_inference_config": _TRAINS,
-    "deepspeed.init_inference": _TRAINS,
     "deepspeed.set_autotp_mode": TENSOR,
     "deepspeed.tp_model_init": TENSOR,
     "deepspeed.datastates": "engine.save_checkpoint() writes complete checkpoints in parallel",

@@ -22,12 +22,12 @@ deepspeed.DeepSpeedOptimizer x()
 deepspeed.ZeROOptimizer
 deepspeed.PipelineModule x(layers=[model], num_stages=1).num_pipeline_stages() == 1
 deepspeed.OnDevice x(dtype=torch.float32, device='meta').__enter__().__exit__(None, None, None)
-deepspeed.init_inference ! x(model)
+deepspeed.init_inference x(model, dtype=torch.float32).module is model
 deepspeed.tp_model_init ! x(model=model, tp_size=2, dtype=torch.float32)
 deepspeed.set_autotp_mode ! x(training=True)
 deepspeed.PipelineEngine issubclass(x, deepspeed.DeepSpeedEngine)
 deepspeed.DeepSpeedHybridEngine ! x()
-deepspeed.InferenceEngine ! x(model)
+deepspeed.InferenceEngine issubclass(x, torch.nn.Module)
 deepspeed.DeepSpeedTransformerLayer ! x(None)
 deepspeed.log_dist x('text', ranks=[1])
 deepspeed.logger x.level
@@ -205,7 +205,7 @@ deepspeed.sequence.layer.DistributedAttention x(model, None, 2, 1).scatter_idx =
 deepspeed.linear.LoRAConfig ! x()
 deepspeed.ops.transformer.DeepSpeedTransformerLayer ! x(None)
 deepspeed.inference.config.DeepSpeedInferenceConfig ! x()
-deepspeed.inference.engine.InferenceEngine ! x(model)
+deepspeed.inference.engine.InferenceEngine issubclass(x, torch.nn.Module)
 deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine ! x()
 deepspeed.runtime.compiler.is_compile_supported x()
 deepspeed.runtime.zero.utils.is_zero_param x(model.weight) is False

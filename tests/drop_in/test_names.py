@@ -209,8 +209,9 @@ SCRIPTS = {
     "import deepspeed as ds; ds.is_deepspeed_zero3_enabled()":
         "deepspeed.is_deepspeed_zero3_enabled missing: deepspeed.is_deepspeed_zero3_enabled: "
         "neither DeepSpeed 0.19.8 nor Penstock's package has this name; see docs/deepspeed.md",
-    "import deepspeed; deepspeed.init_inference(model)":
-        "deepspeed.init_inference raises when used: Penstock only trains; call the model "
+    "import deepspeed; deepspeed.init_inference(model)": "",
+    "import deepspeed; deepspeed.default_inference_config()":
+        "deepspeed.default_inference_config raises when used: Penstock only trains; call the model "
         "under torch.inference_mode()",
     "from deepspeed.linear import OptimizedLinear":
         "raises when used: use peft, whose adapters train under every strategy",

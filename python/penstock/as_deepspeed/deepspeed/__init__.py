@@ -5,6 +5,8 @@ import argparse as _argparse
 from . import _table, git_version_info
 from . import comm as comm
 from ._initialize import initialize as initialize
+from .inference.engine import InferenceEngine as InferenceEngine
+from .inference.engine import init_inference as init_inference
 from .runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
 from .runtime.compiler import is_compile_supported as is_compile_supported
 from .runtime.engine import ADAM_OPTIMIZER as ADAM_OPTIMIZER
