@@ -30,7 +30,7 @@ OVER_EXPERT_RANKS = [
         GRADIENTS,
         "  if (made) factor *= flat.placement.num_summed();\n",
         "",
-        LIVES,
+        Pytest(("tests/parity/test_experts.py", "-k", "sets_unused")),
     ),
     Mutation(
         "experts of different ranks count as replicas",

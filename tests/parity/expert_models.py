@@ -105,11 +105,11 @@ class Mixture(nn.Module):
 class Block(pipeline_models.Block):
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.mixture = Mixture(width)
+        self.mixture, self.mixes = Mixture(width), True
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         x = super().forward(x, scale)
-        return x + self.mixture(x)
+        return x + self.mixture(x) if self.mixes else x
 
 
 def build() -> nn.Module:

@@ -74,10 +74,12 @@ def backward(engine: Any) -> None:
 
 
 def lives(world: int, expert: int, strategy: str) -> dict[str, Any]:
-    engine = start(world, expert, {"strategy": strategy})
+    engine = start(world, expert, {"strategy": strategy, "batch": {"accumulate": 2}})
     norm, theirs = plain_gradients(world)
     backward(engine)
     open_sums = compare.gradient_deviation(engine.full_grads(), theirs)
+    backward(engine)
+    sums = compare.gradient_deviation(engine.full_grads(), theirs)
     # Twice the gradients, set by the user: the clipped step is the same, and the norm is twice.
     engine.set_grads({name: 2 * one for name, one in engine.full_grads().items()})
     set_sums = compare.gradient_deviation(
@@ -85,6 +87,7 @@ def lives(world: int, expert: int, strategy: str) -> dict[str, Any]:
     )
     engine.step()
     told = {"norm": abs(engine.grad_norm - 2 * norm) / norm, "open": open_sums, "set": set_sums}
+    told["sums"] = sums
 
     stepped = {n: p.detach().clone() for n, p in expert_models.build().named_parameters()}
     for name, one in stepped.items():
@@ -115,8 +118,29 @@ def lives(world: int, expert: int, strategy: str) -> dict[str, Any]:
 def test_lives(world, expert, strategy, pools):
     for told in pools(world).run(lives, world, expert, strategy):
         assert told["shape"][0] == told["shape"][1]
-        limits = {"norm": 1e-5, "open": 1e-6, "set": 1e-6, "weights": 1e-6}
+        limits = {"norm": 1e-5, "open": 1e-6, "sums": 1e-6, "set": 1e-6, "weights": 1e-6}
         assert all(told[name] < limit for name, limit in limits.items()), told
+
+
+def sets_unused(strategy: str) -> tuple[float, float]:
+    """Gradients that a user sets for experts that no backward has reached."""
+    engine = start(4, 2, {"strategy": strategy, "clip": 0.0})
+    before = engine.state_dict(rank0_only=False)[UP]
+    engine.module.blocks[0].mixes = False
+    backward(engine)
+    given = torch.arange(float(before.numel())).view_as(before) / before.numel()
+    engine.set_grads({UP: given})
+    read = float((engine.full_grads()[UP] - given).abs().max())
+    engine.step()
+    after = engine.state_dict(rank0_only=False)[UP]
+    engine.close()
+    return read, float((before - 0.1 * given - after).abs().max())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_sets_unused(strategy, pools):
+    for told in pools(4).run(sets_unused, strategy):
+        assert max(told) < 1e-6, told
 
 
 def accounts(strategy: str) -> list[tuple[int, int]]:

@@ -198,6 +198,40 @@ INSTANTIATE_TEST_SUITE_P(Told, Layers,
                          testing::Combine(testing::Values("zero2", "zero3", "hpz"),
                                           testing::Values(1, 2), testing::Bool()));
 
+TEST(Engine, ForInferenceOnlyRunsForwards) {
+  for (const char* strategy : {"ddp", "zero3"}) {
+    const Config config = Config::parse(concat(R"({"inference": true, "strategy": ")", strategy,
+                                               R"(", "units": {"modules": ["Block"]}})"));
+    const torch::Tensor expected = loss_of(*build(), {0, 0, 0, 1, 1}).detach();
+    std::vector<std::shared_ptr<NetImpl>> nets = {build(), build()};
+    const auto trained = [](NetImpl& net) {
+      const std::vector<torch::Tensor> params = net.parameters();
+      return std::count_if(params.begin(), params.end(),
+                           [](const torch::Tensor& one) { return one.requires_grad(); });
+    };
+    const auto before = trained(*nets[0]);
+    const auto errors = run_ranks(2, kTimeout, [&](int rank, const auto& group) {
+      Engine engine(nets[rank], config, group);
+      EXPECT_EQ(trained(*nets[rank]), 0);
+      for (int time = 0; time < 2; ++time) {
+        const torch::Tensor loss =
+            engine.run([&] { return loss_of(*nets[rank], {0, 0, 0, 1, 1}); });
+        EXPECT_LT(apart(loss, expected), 1e-6);
+        try {
+          engine.backward(loss);
+          ADD_FAILURE() << "no error";
+        } catch (const RuntimeFault& error) {
+          EXPECT_NE(std::string(error.what()).find("for inference"), std::string::npos);
+        }
+      }
+      EXPECT_THROW(engine.step(), RuntimeFault);
+      engine.close();
+    });
+    for (const auto& error : errors) EXPECT_EQ(error, "");
+    EXPECT_EQ(trained(*nets[0]), before);
+  }
+}
+
 TEST(Engine, RefusesToComputeUnitsAgain) {
   const Config config =
       Config::parse(R"({"activations": {"checkpoint": "unit"}, "units": {"modules": ["Block"]}})");
