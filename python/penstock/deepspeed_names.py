@@ -14,7 +14,7 @@ from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent / "as_deepspeed"
 TENSOR = 'set "tensor_parallel": {"autotp_size": N} in the config (mesh.tensor)'
-_TRAINS = "Penstock only trains; call the model under torch.inference_mode()"
+_TRAINS = "use deepspeed.init_inference(), or call the model under torch.inference_mode()"
 _LINEAR = "use peft, whose adapters train under every strategy"
 _LAYER = "use torch's own layer"
 _COMPILE = "compile the model's blocks with torch.compile() before initialize()"

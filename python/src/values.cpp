@@ -10,12 +10,24 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
+namespace {
+
+void bind_inference(py::class_<Values>& values) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  values.def("hold", &hold, NoGil())
+      .def("let_go_of_held", &let_go_of_held, NoGil())
+      .def("first_units", &first_units);
+}
+
+}  // namespace
+
 // Methods that exchange data with other ranks release the interpreter's lock. stream() takes it
 // again to call `take`.
 void bind_values(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<Values>(module, "Values")
-      .def("full", &Values::full, NoGil())
+  py::class_<Values> bound(module, "Values");
+  bind_inference(bound);
+  bound.def("full", &Values::full, NoGil())
       .def(
           "weights",
           [](Values& values, at::ScalarType dtype, const at::Device& device, bool everywhere) {
@@ -48,8 +60,6 @@ void bind_values(py::module_& module) {
       .def("units_of", &Values::units_of)
       .def("gather", &Values::gather, NoGil())
       .def("release", &Values::release, NoGil())
-      .def("hold", &hold, NoGil())
-      .def("let_go_of_held", &let_go_of_held, NoGil())
       .def("keep_views", &keep_views)
       .def("refine_masters", &refine_masters, NoGil())
       .def("let_go", &Values::let_go, NoGil())

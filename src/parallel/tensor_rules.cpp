@@ -196,8 +196,8 @@ class Cutter {
     }
     if (style != Style::kPartial && style != Style::kWhole) {
       rule.fail(concat("\"", param.name,
-                       "\" is a parameter; allowed: \"partial\", \"whole\", \"own_rows\" or "
-                       "\"own_columns\". For other styles name its module"));
+                       "\" is a parameter; allowed: \"partial\", \"whole\", \"own_rows\", "
+                       "\"own_columns\" or \"expert\". For other styles name its module"));
     }
     give(index, {style == Style::kPartial ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
   }
@@ -304,6 +304,13 @@ bool matches(const Rule& rule, const std::string& name) {
   return fnmatch(rule.pattern.c_str(), name.c_str(), 0) == 0;
 }
 
+// Returns the first rule that matches, or the end of the rules.
+const Rule* first_match(const std::vector<Rule>& rules, const std::string& name) {
+  const auto found = std::find_if(rules.begin(), rules.end(),
+                                  [&](const Rule& rule) { return matches(rule, name); });
+  return rules.data() + (found - rules.begin());
+}
+
 }  // namespace
 
 const char* style_name(Style style) {
@@ -336,6 +343,8 @@ std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>&
       if (!matches(rule, tree->modules[index].name)) continue;
       if (rule.row->style == Style::kExpert) {
         for (const int param : tree->modules[index].params) {
+          // An earlier rule may name the parameter.
+          if (first_match(parsed, tree->params[static_cast<size_t>(param)].name) < &rule) continue;
           cutter.divide_experts(param, rule);
           rule.used = true;
         }

@@ -123,6 +123,12 @@ TEST(Rules, DivideExperts) {
   EXPECT_EQ(cut({}), Cut{});
   EXPECT_EQ(cut({.expert = 2}), divided);
   EXPECT_EQ(cut({.tensor = 2, .expert = 4}), divided);
+  // The first rule that matches a parameter counts.
+  model.params.push_back({"experts.bias", at::zeros({4, 8})});
+  model.modules.back().params.push_back(up + 1);
+  apply({{"experts.bias", "whole"}, {"*experts", "expert"}}, {.expert = 2}, &model);
+  EXPECT_EQ(model.params[static_cast<size_t>(up)].cut, divided);
+  EXPECT_EQ(model.params[static_cast<size_t>(up) + 1].cut, Cut{});
 }
 
 TEST(Rules, WhatCannotBeIsNamed) {

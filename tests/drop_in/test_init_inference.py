@@ -31,6 +31,7 @@ CASES: dict[str, tuple[int, dict[str, Any], float]] = {
     "T2 old": (2, FP32 | {"mp_size": 2}, 1e-6),
     "T2 off": (2, FP32 | {"tp": {"tp_size": 2, "enabled": False}}, 1e-6),
     "T2D2": (4, FP32 | {"tensor_parallel": {"tp_size": 2}}, 1e-6),
+    "off": (1, FP32 | {"quant": {"enabled": False}, "tp": {"tp_size": None}}, 1e-6),
     "zero2": (2, FP32 | {"zero": {"stage": 2}, "ep_size": 2}, 1e-6),
     "zero3": (2, FP32 | {"zero": {"stage": 3}}, 1e-6),
     "zero3 host": (2, FP32 | {"zero": HOST}, 1e-6),
@@ -90,8 +91,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quant": ({"quant": {"enabled": True}}, "quantized weights are not supported yet"),
     "odd": ({"tensor_parallel": {"tp_size": 3}}, "tp_size is 3, which does not divide the 2 ranks"),
     "group": ({"tp": {"tp_group": object}}, "'tensor_parallel.tp_group' is not supported"),
-    "stage": ({"zero": {"stage": 4}}, "'zero.stage' is 4; allowed: 0, 1, 2, 3"),
-    "device": ({"zero": {"stage": 3, "offload_param": {"device": "ssd"}}}, "is 'ssd'; allowed"),
+    "stage": ({"zero": {"stage": 4}}, "a whole number from 0 to 3"),
+    "device": ({"zero": {"stage": 3, "offload_param": {"device": "ssd"}}}, "ssd"),
+    "typo": ({"zero": {"stge": 3}}, "stge"),
+    "no stage": (
+        {"zero": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "needs 'zero.stage' 3",
+    ),
+    "text": ({"tensor_parallel": {"tp_size": "two"}}, "tp_size is 'two'"),
+    "number": ({"tensor_parallel": 2}, "'tensor_parallel' is 2; expected a dict"),
+    "yes": ({"zero": True}, "'zero' is True; expected a dict"),
+    "two sizes": ({"mp_size": 2, "tp": {"tp_size": 1}}, "'mp_size' is 2 and tp_size is 1"),
+    "two names": ({"tp": {"tp_size": 2}, "tensor_parallel": {}}, "its other name has"),
 }
 
 

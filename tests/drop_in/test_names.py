@@ -211,8 +211,8 @@ SCRIPTS = {
         "neither DeepSpeed 0.19.8 nor Penstock's package has this name; see docs/deepspeed.md",
     "import deepspeed; deepspeed.init_inference(model)": "",
     "import deepspeed; deepspeed.default_inference_config()":
-        "deepspeed.default_inference_config raises when used: Penstock only trains; call the model "
-        "under torch.inference_mode()",
+        "deepspeed.default_inference_config raises when used: use "
+        "deepspeed.init_inference(), or call the model under torch.inference_mode()",
     "from deepspeed.linear import OptimizedLinear":
         "raises when used: use peft, whose adapters train under every strategy",
     "from deepspeed.compile.passes import prefetch; prefetch.schedule_prefetch":

@@ -71,14 +71,14 @@ OVER_EXPERT_RANKS = [
         "the norm counts equal parts of experts over all data ranks",
         GRADIENTS,
         "  const Mesh& mesh = rank.meshes.of(flat).mesh;\n",
-        "  const Mesh& mesh = rank.mesh;\n",
+        "  const Mesh& mesh = flat.numel < 0 ? rank.meshes.of(flat).mesh : rank.mesh;\n",
         Pytest(("tests/parity/test_experts.py", "-k", "test_lives and ddp and 4-2")),
     ),
     Mutation(
         "a walk moves the experts of a unit over all data ranks",
         "src/exec/walk.cpp",
         "  OverMesh& found = part(over);\n",
-        "  OverMesh& found = parts_.front();\n",
+        "  OverMesh& found = over.mesh.world() > 0 ? parts_.front() : part(over);\n",
         LIVES,
     ),
 ]

@@ -105,11 +105,13 @@ class Mixture(nn.Module):
 class Block(pipeline_models.Block):
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.mixture, self.mixes = Mixture(width), True
+        self.mixture, self.skips = Mixture(width), False
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        if self.skips:
+            return x
         x = super().forward(x, scale)
-        return x + self.mixture(x) if self.mixes else x
+        return x + self.mixture(x)
 
 
 def build() -> nn.Module:

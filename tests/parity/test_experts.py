@@ -126,7 +126,7 @@ def sets_unused(strategy: str) -> tuple[float, float]:
     """Gradients that a user sets for experts that no backward has reached."""
     engine = start(4, 2, {"strategy": strategy, "clip": 0.0})
     before = engine.state_dict(rank0_only=False)[UP]
-    engine.module.blocks[0].mixes = False
+    engine.module.blocks[0].skips = True
     backward(engine)
     given = torch.arange(float(before.numel())).view_as(before) / before.numel()
     engine.set_grads({UP: given})

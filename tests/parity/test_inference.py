@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import hugging_face as hf
+import pipeline_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,14 +93,12 @@ def generates(family: str, place: str, mode: str, path: str) -> dict[str, Any]:
     whole = engine.state_dict(rank0_only=False)
     shared = dist.get_world_size() == engine.data_size
     ids = prompts(engine.data_rank)
-    before = engine.ledger()["measured"]["exchanges"]
     with engine.inference(mode):
         calls = _Calls(engine.module)
         # Ranks of one model run alike; others stop when they want to.
         new = NEW - (engine.data_rank if shared and mode == "resident" else 0)
         ours = text(engine.module, ids, new)
         told = {"forwards": (calls.count, new)}
-    del before
     engine.close()
     plain = hf.build(family, **ODD).eval()
     plain.load_state_dict(whole)
@@ -152,6 +151,65 @@ def test_training_goes_on(place, mode, pools, tmp_path):
         assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
 
 
+# ---- contexts in contexts
+
+
+def nests(place: str, path: str) -> None:
+    engine = start("llama", place, path)
+    model, ids = engine.module, prompts(engine.data_rank)
+    plain = hf.build("llama", **ODD).eval()
+    expected = text(plain, ids, 3)
+    model.lm_head.eval()
+    modes = [one.training for one in model.modules()]
+    for _ in range(2):
+        with engine.inference("resident"):
+            with engine.gathered():
+                assert model.lm_head.weight.shape == plain.lm_head.weight.shape
+            given = dict(engine.weights(bucket_bytes=1))
+            assert torch.equal(given["lm_head.weight"], plain.lm_head.weight)
+            with engine.inference("resident"):
+                pass
+            assert torch.equal(text(model, ids, 3), expected)
+            model.train()
+        assert [one.training for one in model.modules()] == modes
+        with engine.gathered(), engine.inference("stream"):
+            pass
+        with engine.gathered(write=True):
+            try:
+                with engine.inference("resident"):
+                    raise KeyError
+            except KeyError:
+                pass
+            try:
+                with engine.gathered():
+                    raise KeyError
+            except KeyError:
+                pass
+        whole = engine.state_dict(rank0_only=False)
+        assert torch.equal(whole["lm_head.weight"], plain.lm_head.weight)
+        for _ in engine.weights():
+            break
+    try:
+        model.eval = _fails
+        with engine.inference("resident"):
+            pass
+    except KeyError:
+        del model.eval
+    micro(engine, "llama", 0)
+    micro(engine, "llama", 1)
+    engine.step()
+    engine.close()
+
+
+def _fails() -> None:
+    raise KeyError
+
+
+@pytest.mark.parametrize("place", ["ddp", "zero3", "T2", "disk"])
+def test_nests(place, pools, tmp_path):
+    pools(2).run(nests, place, str(tmp_path))
+
+
 # ---- ranks of different lengths
 
 
@@ -184,8 +242,10 @@ def handed(place: str, path: str, dtype: Any, bucket: int) -> dict[str, Any]:
         micro(engine, "llama", step)
     engine.step()
     whole = engine.state_dict(rank0_only=False)
-    engine.ledger()
     given = dict(engine.weights(dtype, bucket))
+    for step in range(2):  # what was given stays
+        micro(engine, "llama", 5 + step)
+    engine.step()
     names = [name for name, _ in engine.module.named_parameters()]
     named = {name: (torch.equal(one, whole[name].to(one.dtype)), one.dtype) for name, one in
              given.items()}  # fmt: skip
@@ -201,6 +261,35 @@ def test_weights(place, dtype, pools, tmp_path):
             assert told["names"]
             assert all(same and kind == (dtype or torch.float32)
                        for same, kind in told["named"].values())  # fmt: skip
+
+
+def _count(block: Any, *_: Any) -> None:
+    block.count += 1
+
+
+def counts_of_stages() -> list[float]:
+    """Buffers that each stage changes, as weights() gives them."""
+    import penstock  # noqa: PLC0415
+
+    model = pipeline_models.Chain(layers=2)
+    for block in model.blocks:
+        block.register_buffer("count", torch.zeros(()))
+    engine = penstock.initialize(
+        model, {"strategy": "zero1", "mesh": {"pipeline": 2}, "batch": {"accumulate": 2}}
+    )
+    for block in model.blocks:
+        block.register_forward_hook(_count)
+    engine.train_batch(iter([pipeline_models.batch(0, part, 1) for part in range(2)]))
+    given = dict(engine.weights())
+    whole = engine.state_dict(rank0_only=False)
+    engine.close()
+    assert given.keys() == whole.keys()
+    assert all(torch.equal(one, whole[name]) for name, one in given.items())
+    return [float(given[f"blocks.{block}.count"]) for block in range(2)]
+
+
+def test_weights_have_the_buffers_of_all_stages(pools):
+    assert pools(2).run(counts_of_stages) == [[2.0, 2.0]] * 2
 
 
 # ---- errors
@@ -373,6 +462,54 @@ def test_only_runs(rest, pools, tmp_path):
             assert abs(measured - predicted) <= 0.1 * predicted, told["kinds"]
         assert len(told["said"]) == 2
         assert all("the engine is for inference" in one for one in told["said"])
+
+
+def loads(path: str) -> bool:
+    import penstock  # noqa: PLC0415
+
+    engine = start("llama", "zero3", path)
+    micro(engine, "llama", 0)
+    micro(engine, "llama", 1)
+    engine.step()
+    engine.save(path, "one")
+    whole = engine.state_dict(rank0_only=False)
+    engine.close()
+    model = hf.build("llama", **ODD)
+    engine = penstock.initialize(model, {"inference": True})
+    engine.load(path, "one")
+    loaded = engine.state_dict(rank0_only=False)
+    engine.close()
+    assert model.training
+    return all(torch.equal(one, loaded[name]) for name, one in whole.items())
+
+
+def test_loads_a_training_run(pools, tmp_path):
+    assert all(pools(2).run(loads, str(tmp_path)))
+
+
+KEYS = {
+    "clip": {"clip": 1.0},
+    "batch.accumulate": {"batch": {"accumulate": 2}},
+    "offload.optimizer": {"offload": {"optimizer": "host"}},
+    "activations.checkpoint": {"activations": {"checkpoint": "unit"}},
+    "nothing trains": {"optimizer": {"type": "AdamW"}},
+}
+
+
+def refuses(config: dict[str, Any]) -> str:
+    import penstock  # noqa: PLC0415
+
+    try:
+        penstock.initialize(hf.build("llama"), {"inference": True} | config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_refuses_keys_of_training(key, pools):
+    for said in pools(1).run(refuses, KEYS[key]):
+        assert key in said and "nothing trains" in said
 
 
 def takes_an_optimizer() -> str:

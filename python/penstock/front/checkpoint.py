@@ -104,7 +104,8 @@ class Checkpointing:
                 key `checkpoint.path`, or the value of `penstock run --resume`.
             tag: name of the checkpoint; default: the newest undamaged one (a line on stderr names
                 each damaged one).
-            weights_only: loads only parameters and buffers.
+            weights_only: loads only parameters and buffers, as always if the engine is for
+                inference.
             frozen: if False, parameters that do not train keep their values if the checkpoint
                 lacks them.
 
@@ -126,6 +127,7 @@ class Checkpointing:
         if resume != "auto":
             auto, path = False, resume
         where = self._checkpoints_in(None if auto else path, "load")
+        weights_only = weights_only or self.config.inference
         options = (tag or "", not weights_only, auto and tag is None, _tied(self), frozen)
         return _load(self, where, _penstock.LoadOptions(*options))[1]
 

@@ -31,7 +31,7 @@ from penstock.front import optimizer as optim
 from penstock.front.batches import Batches
 from penstock.front.config_file import ConfigLike
 from penstock.front.forward_guard import Forwards, Pace, Uneven, remove
-from penstock.front.inference import Inference
+from penstock.front.inference import EvalMode, Inference
 from penstock.front.model_structure import Structure, check_params, refuse_model
 from penstock.front.param_state import ParamState
 from penstock.monitor.monitored import Monitored
@@ -97,7 +97,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
         _cores.add(self)
         self.config = self._core.config
         if self.config.inference:
-            self.module.eval()
+            self._installed.append(EvalMode(self.module))
         training_device.warn_of_one_thread(self.module, described.device, self.config)
         self._pipeline = pipeline_parallel.PipelineParallel(self.module, self._core, self.config)
         sharded_init.let_go(self._core.mean)
@@ -341,7 +341,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
             with self._tensor if params is None else contextlib.nullcontext():
                 yield
         except BaseException:
-            values.let_go(units)
+            values.let_go(units, write)
             raise
         values.release(units, write)
         if params is None and write:

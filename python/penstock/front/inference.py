@@ -20,6 +20,7 @@ class Inference:
     module: torch.nn.Module
     _core: Any
     _structure: Any
+    _pipeline: Any
     gathered: Any
 
     @contextlib.contextmanager
@@ -27,9 +28,10 @@ class Inference:
         """Prepares forwards and `generate()` without gradients, for example for rollouts.
 
         In the context, the model is in eval mode and torch.no_grad() is set. Training continues
-        afterwards as if nothing had happened, also in the middle of an accumulation window. In mode
-        "resident", parameters are gathered once, and ranks may then run different numbers of
-        forwards. Tensor, sequence and pipeline ranks still compute together.
+        afterwards as if nothing had happened, also in the middle of an accumulation window, but
+        random numbers that were drawn are gone. In mode "resident", parameters are gathered once,
+        and ranks may then run different numbers of forwards. Tensor, sequence and pipeline ranks
+        still compute together.
 
         Args:
             mode: "resident": each rank keeps the whole parameters (of its part of the model) in the
@@ -39,8 +41,8 @@ class Inference:
 
         Raises:
             ConfigError: if the mode is unknown.
-            RuntimeFault: if the mode is "resident" and a rank has too little memory; if parameters
-                were changed in the context.
+            RuntimeFault: if the mode is "resident" and a rank has too little memory; if sharded
+                parameters that were gathered for the context were changed in it.
         """
         if mode not in MODES:
             raise ConfigError(f'[front::inference] mode is "{mode}"; allowed: {", ".join(MODES)}')
@@ -52,20 +54,19 @@ class Inference:
                 "[front::inference] a rank has too little memory to keep all parameters whole. "
                 'Use mode "stream" or "auto"'
             )
-        training = [one for one in self.module.modules() if one.training]
-        self.module.eval()
+        before = modes_of(self.module)
         try:
+            self.module.eval()
             with torch.no_grad():
                 yield
         except BaseException:
             if held:
-                values.let_go(units)
+                values.let_go_of_held(units, False)
             raise
         finally:
-            for one in training:
-                one.training = True
+            set_modes(before)
         if held:
-            values.let_go_of_held(units)
+            values.let_go_of_held(units, True)
 
     def weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 256 << 20
@@ -74,9 +75,9 @@ class Inference:
 
         For a server that takes weights while it runs: `load_weights(engine.weights())`. All ranks
         must iterate to the end, or stop at the same name. The call gathers some units at a time, in
-        the dtype in which they compute. A tensor that the caller keeps is copied when its units are
-        freed. `engine.steps` can serve as the number of the version. A parameter with several names
-        has the first one only, as in `torch.nn.Module.named_parameters()`.
+        the dtype in which they compute, and yields copies. `engine.steps` can serve as the number
+        of the version. A parameter with several names has the first one only, as in
+        `torch.nn.Module.named_parameters()`.
 
         Args:
             dtype: dtype of the parameters; default: the dtype in which they compute.
@@ -98,19 +99,18 @@ class Inference:
     def _weights(
         self, dtype: torch.dtype | None, bucket_bytes: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        values = self._core.values
         for bucket in self._buckets(bucket_bytes):
             with self.gathered([param for _, param in bucket]):
-                values.keep_views(values.units_of([name for name, _ in bucket]))
                 for name, param in bucket:
-                    yield name, param.detach() if dtype is None else param.detach().to(dtype)
+                    yield name, param.detach().to(dtype or param.dtype, copy=True)
+        self._pipeline.bring_buffers()
         for name, buffer in _persistent_buffers(self.module):
-            yield name, buffer.detach()
+            yield name, buffer.detach().clone()
 
     def _buckets(self, bucket_bytes: int) -> list[list[tuple[str, torch.nn.Parameter]]]:
         """Returns parameters with their names, in the order of units, divided by size."""
         values, shapes = self._core.values, dict(self._core.values.shapes())
-        unit_of = {name: values.units_of([name])[0] for name in self._structure.own.values()}
+        unit_of = values.first_units()
         params = sorted(self._structure.own.items(), key=lambda one: unit_of[one[1]])
         buckets: list[list[tuple[str, torch.nn.Parameter]]] = []
         size, last = 0, -1
@@ -123,6 +123,28 @@ class Inference:
             buckets[-1].append((name, param))
             size, last = size + bytes_of_param, unit_of[name]
         return buckets
+
+
+def modes_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, bool]]:
+    """Returns each module with its training flag."""
+    return [(one, one.training) for one in model.modules()]
+
+
+def set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:
+    for one, training in modes:
+        one.training = training
+
+
+class EvalMode:
+    """Puts a model into eval mode until remove() is called."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._before = modes_of(model)
+        model.eval()
+
+    def remove(self) -> None:
+        """Gives all modules the modes that they had before."""
+        set_modes(self._before)
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -111,12 +111,12 @@ def prepare(
     The optimizer is None if it comes from the config. Raises ConfigError if it cannot be used.
     """
     section = config.get("optimizer")
-    if given is None:
-        return None, {**config, "optimizer": {} if section is None else section}
-    if config.get("inference"):
+    if config.get("inference") and (given is not None or section is not None):
         raise ConfigError(
             '[front::initialize] "inference" is true, so nothing trains. Pass no optimizer'
         )
+    if given is None:
+        return None, {**config, "optimizer": {} if section is None else section}
     if not isinstance(given, torch.optim.Optimizer) and callable(given):
         given = given(model.parameters())
     if not isinstance(given, torch.optim.Optimizer):

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <string>
 
+#include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/engine/model/values.h"
 #include "src/engine/step/core_state.h"
+#include "src/mem/available_memory.h"
 
 namespace penstock {
 
@@ -48,23 +50,68 @@ bool hold(Values& values, const std::vector<int>& units) {
   exec::Executor& executor = *state.executor;
   if (state.moves_params) take_turn(state.group->board(), "inference", "called inference()");
   const int64_t bytes = missing_bytes(executor, executor.params(), units);
-  const int64_t room = std::min(state.tiers.device.room(), state.tiers.memory.room());
+  int64_t room = std::min(state.tiers.device.room(), state.tiers.memory.room());
+  room = std::min(room, state.tiers.computes.free_bytes().value_or(mem::free_host_bytes()));
   const std::vector<std::string> answers =
       executor.share("room for inference", bytes <= room / 5 * 4 ? "1" : "0");
   if (std::count(answers.begin(), answers.end(), "1") < executor.mesh().world()) return false;
-  for (const int unit : units) {
-    // A unit in the middle of a backward keeps the values with which that backward computes.
-    const bool in_use = executor.params().coded(unit) && state.driver->section().has_value();
-    in_use ? executor.params().require(unit) : executor.params().require_exact(unit);
+  std::vector<int> brought;
+  try {
+    for (const int unit : units) {
+      if (!executor.params().whole(unit)) brought.push_back(unit);
+      // A unit in the middle of a backward keeps the values with which that backward computes.
+      const bool in_use = executor.params().coded(unit) && state.driver->section().has_value();
+      in_use ? executor.params().require(unit) : executor.params().require_exact(unit);
+    }
+  } catch (const RuntimeFault&) {
+    for (const int unit : brought) executor.params().drop(unit);
+    throw;
   }
   state.driver->hold(units);
   return true;
 }
 
-void let_go_of_held(Values& values, const std::vector<int>& units) {
-  values.release(units, /*write=*/false);
+void let_go_of_held(Values& values, const std::vector<int>& units, bool check) {
   auto& state = *values.state_;
-  if (!state.closed) state.tiers.device.trim();
+  if (state.closed) return;  // close() has given the model back
+  const auto end = [&] {
+    for (const int unit : units) {
+      if (state.driver->held(unit) == 1) state.border->leave_views(unit);
+    }
+    state.driver->let_go(units);
+    state.tiers.device.trim();
+  };
+  try {
+    if (check) state.border->look_at_params();
+    if (check) values.refuse_edits(units);
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+}
+
+void keep_views(Values& values, const std::vector<int>& units) {
+  auto& state = *values.state_;
+  if (state.executor->table().rests_whole()) return;  // their memory stays
+  for (const int unit : units) state.border->keep_views(unit);
+}
+
+std::map<std::string, int> first_units(const Values& values) {
+  const auto& state = *values.state_;
+  std::map<std::string, int> found;
+  for (const tiles::TiledWeight& one : state.tiled->all()) {
+    found.emplace(one.name, one.units.front());
+  }
+  std::vector<exec::UnitState>& units = values.state_->executor->units();
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    for (const exec::Part& part : units[unit].parts()) {
+      for (const exec::Slot& slot : part.flat->slots) {
+        found.emplace(slot.name, static_cast<int>(unit));
+      }
+    }
+  }
+  return found;
 }
 
 }  // namespace penstock

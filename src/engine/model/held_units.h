@@ -7,6 +7,8 @@
 // the table says. Training continues from the state at rest, which neither way changes.
 #include <ATen/core/Tensor.h>
 
+#include <map>
+#include <string>
 #include <vector>
 
 #include "penstock/config.h"
@@ -35,7 +37,11 @@ class FrozenParams {
 // [all ranks] Gathers the units, and keeps them whole until let_go_of_held(). Returns false, and
 // gathers nothing, if the copies would take more than 4/5 of the memory that is left on some rank.
 PENSTOCK_API bool hold(Values& values, const std::vector<int>& units);
-// [all ranks] Frees the copies. Throws RuntimeFault if parameters were changed in the meantime.
-PENSTOCK_API void let_go_of_held(Values& values, const std::vector<int>& units);
+// [all ranks, with `check`] Frees the copies. With `check`, throws RuntimeFault if parameters that
+// do not rest whole were changed in the meantime.
+PENSTOCK_API void let_go_of_held(Values& values, const std::vector<int>& units, bool check);
+
+// Returns the first unit of each parameter, by name.
+PENSTOCK_API std::map<std::string, int> first_units(const Values& values);
 
 }  // namespace penstock

@@ -468,32 +468,30 @@ void Values::gather(const std::vector<int>& units, bool write) {
     throw;
   }
   state_->driver->hold(units);
-  for (const int unit : units) state_->progress[unit].written += write ? 1 : 0;
+  for (const int unit : units) {
+    ++state_->progress[unit].gathered;
+    state_->progress[unit].written += write ? 1 : 0;
+  }
 }
 
 void Values::release(const std::vector<int>& units, bool write) {
   if (state_->closed) return;  // close() inside the block has given the model back
   try {
     state_->border->look_at_params();
-    state_->tiled->release(units, write);
+    for (const int unit : units) {
+      if (write || state_->progress[unit].gathered == 1) state_->tiled->release({unit}, write);
+    }
     for (const int unit : units) {
       if (!write) continue;
       state_->wholes->write(unit);
       state_->executor->values().refresh(unit);
     }
-    for (const int unit : units) state_->progress[unit].written -= write ? 1 : 0;
     if (!write) refuse_edits(units);
   } catch (...) {
-    let_go_of(units);
+    let_go_of(units, write);
     throw;
   }
-  let_go_of(units);
-}
-
-void keep_views(Values& values, const std::vector<int>& units) {
-  auto& state = *values.state_;
-  if (state.executor->table().rests_whole()) return;  // their memory stays
-  for (const int unit : units) state.border->keep_views(unit);
+  let_go_of(units, write);
 }
 
 void refine_masters(Values& values, const std::vector<std::pair<std::string, at::Tensor>>& loaded) {
@@ -524,11 +522,11 @@ void refine_masters(Values& values, const std::vector<std::pair<std::string, at:
 
 // Releases units. When the last gathered() block of a unit ends, its parameters are this rank's
 // parts again.
-void Values::let_go_of(const std::vector<int>& units) {
+void Values::let_go_of(const std::vector<int>& units, bool write) {
   for (const int unit : units) {
-    if (state_->driver->held(unit) != 1) continue;
-    state_->border->leave_views(unit);
-    state_->wholes->hide(unit);
+    if (state_->driver->held(unit) == 1) state_->border->leave_views(unit);
+    state_->progress[unit].written -= write ? 1 : 0;
+    if (--state_->progress[unit].gathered == 0) state_->wholes->hide(unit);
   }
   state_->driver->let_go(units);
 }
@@ -540,25 +538,26 @@ void Values::refuse_edits(const std::vector<int>& units) {
   if (rests_whole && !state_->wholes->used()) return;
   std::string mine;
   for (const int unit : units) {
-    // If an outer gathered() holds the unit, too, the outer block makes the check.
-    if (!mine.empty() || state_->driver->held(unit) != 1) continue;
-    mine = state_->wholes->edited(unit);
-    if (mine.empty() && !rests_whole) mine = state_->border->edited(unit, true);
+    // If an outer block holds the unit, too, the outer block makes the check.
+    if (mine.empty() && state_->progress[unit].gathered == 1) mine = state_->wholes->edited(unit);
+    if (!mine.empty() || rests_whole || state_->driver->held(unit) != 1) continue;
+    mine = state_->border->edited(unit, true);
   }
   if (mine.empty()) mine = state_->executor->values().resolve_doubts();
   const auto share = [this](const std::string& label, const std::string& text) {
     return state_->executor->share(label, text);
   };
   for (const std::string& edited : engine::share_text("edits", mine, share)) {
-    engine::OutsideEdits::refuse_edit(edited, "inside engine.gathered()");
+    engine::OutsideEdits::refuse_edit(edited, "inside gathered() or inference()");
   }
 }
 
-void Values::let_go(const std::vector<int>& units) {
+void Values::let_go(const std::vector<int>& units, bool write) {
   if (state_->closed) return;
-  for (const int unit : units) state_->progress[unit].written = 0;
-  state_->tiled->release(units, false);
-  let_go_of(units);
+  for (const int unit : units) {
+    if (state_->progress[unit].gathered == 1) state_->tiled->release({unit}, false);
+  }
+  let_go_of(units, write);
 }
 
 void Values::set_to_itself(const std::string& param) {

@@ -86,7 +86,7 @@ class PENSTOCK_API Values {
   void release(const std::vector<int>& units, bool write);
   // Must be called instead of release() after an exception on this rank. Not collective. Values
   // that users wrote are lost, unless the parameters rest whole.
-  void let_go(const std::vector<int>& units);
+  void let_go(const std::vector<int>& units, bool write);
 
   // Must be called after `param.set_(param)`, which torch.nn.utils.parametrize calls. This write
   // changes nothing, so it is not counted as an edit.
@@ -102,8 +102,9 @@ class PENSTOCK_API Values {
   std::vector<at::Tensor> shard_gradients();
 
  private:
+  friend std::map<std::string, int> first_units(const Values& values);
   friend bool hold(Values& values, const std::vector<int>& units);
-  friend void let_go_of_held(Values& values, const std::vector<int>& units);
+  friend void let_go_of_held(Values& values, const std::vector<int>& units, bool check);
   friend void keep_views(Values& values, const std::vector<int>& units);
   friend void refine_masters(Values& values,
                              const std::vector<std::pair<std::string, at::Tensor>>& loaded);
@@ -112,7 +113,7 @@ class PENSTOCK_API Values {
   std::vector<std::pair<std::string, at::Tensor>> gradients(const std::string& only);
   void check_may_change(const std::string& what);
   void refuse_edits(const std::vector<int>& units);
-  void let_go_of(const std::vector<int>& units);
+  void let_go_of(const std::vector<int>& units, bool write);
   template <class Sink>
   void for_each_weight(bool everywhere, const Sink& sink);
 

@@ -54,8 +54,7 @@ void check_model(const engine::Driver& driver, const exec::Executor& executor,
   if (!driver.holds() || (executor.table().rests_whole() && !wholes.used())) return;
   throw RuntimeFault(
       "[engine::step] step() was called inside gathered() or inference(): the gathered values "
-      "would "
-      "not show the update. Leave the block before the step");
+      "would not show the update. Leave the block before the step");
 }
 
 // A scheduler may set momentum after initialize(). In that case initialize() made no room for the

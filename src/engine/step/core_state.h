@@ -121,7 +121,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
     std::optional<engine::GraphPlace> entered;
     int waiting = 0;        // gradients still missing in this backward
     bool expected = false;  // gradients were missing when the backward began
-    int written = 0;        // open gathered(write=True) blocks
+    int gathered = 0;       // open gathered() blocks
+    int written = 0;        // those of them with write=True
   };
   std::vector<Progress> progress;  // by unit
   // Units whose backward does not end with the arrival of a gradient: it may still read frozen

@@ -116,14 +116,13 @@ class OuterStep {
   void join(std::vector<Outer>& unit, int64_t step);
   std::vector<std::string> share(const std::string& label, const std::string& text);
   int64_t sent_bytes() const;  // by this rank in one outer step
+  Mesh mesh_of(const exec::Flat& flat) const { return flat.placement.mesh(executor_.mesh()); }
 
   std::shared_ptr<Group> nodes_;
   const CommConfig comm_;
   exec::Executor& executor_;
   mem::Tiers& tiers_;
-  const int rank_;  // in its node
-  Mesh mesh_of(const exec::Flat& flat) const { return flat.placement.mesh(executor_.mesh()); }
-
+  const int rank_;   // in its node
   const Mesh mesh_;  // the nodes
   const Groups groups_;
   comm::Channel channel_;

@@ -89,6 +89,17 @@ void Config::resolve(int world_size) {
         "[plan::Config::resolve] \"parallel.sequence\" is set, but \"mesh.sequence\" is 1, so "
         "sequences are not cut");
   }
+  const char* of_training = clip > 0                        ? "clip"
+                            : batch.accumulate > 1          ? "batch.accumulate"
+                            : offload.optimizer != "none"   ? "offload.optimizer"
+                            : offload.gradients != "none"   ? "offload.gradients"
+                            : activations.checkpoint > 0    ? "activations.checkpoint"
+                            : offload.activations != "none" ? "offload.activations"
+                                                            : nullptr;
+  if (inference && of_training != nullptr) {
+    throw ConfigError(concat("[plan::Config::resolve] \"", of_training,
+                             "\" is set, but \"inference\" is true, so nothing trains"));
+  }
   if (!monitor.machine.empty()) read_machine(monitor.machine, Machine());
   resolve_mesh(world_size, &mesh);
   resolve_batch(mesh.data, &batch);

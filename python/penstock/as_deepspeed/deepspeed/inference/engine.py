@@ -17,6 +17,7 @@ from .. import _table
 from .._refusal import DeepSpeedRefusal
 from ..accelerator.real_accelerator import get_accelerator
 from ..comm.comm import get_world_size, init_distributed
+from ..runtime.zero.config import DeepSpeedZeroConfig
 from ..utils.logging import log_dist_once
 
 _DTYPES = {"fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32", "float32": "fp32",
@@ -85,7 +86,6 @@ class InferenceEngine(torch.nn.Module):
         object.__setattr__(self, "_engine", penstock.initialize(model, native, device=device))
         self.module = model
         self.config = getattr(model, "config", None)
-        self._config = dict(config)
         self.eval()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -143,21 +143,22 @@ def init_inference(
             given = dict(json.load(file))
     else:
         given = dict(config or {})
-    for key in given.keys() & kwargs.keys():
-        if given[key] != kwargs[key]:
+    given, more = _by_key(given), _by_key(kwargs)
+    for key in given.keys() & more.keys():
+        if given[key] != more[key]:
             raise DeepSpeedRefusal(
                 f"[deepspeed::init_inference] {key!r} is {given[key]!r} in the config and "
-                f"{kwargs[key]!r} as an argument: keep one"
+                f"{more[key]!r} as an argument: keep one"
             )
     if not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed()
-    return InferenceEngine(model, given | kwargs)
+    return InferenceEngine(model, given | more)
 
 
-def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the native config. Logs the keys without effect once, on rank 0."""
+def _by_key(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values by DeepSpeed's first name of each key."""
     known = {*_USED, *_NO_EFFECT, *_REFUSED}
-    config = {}
+    config: dict[str, Any] = {}
     for name, value in given.items():
         key = _ALIASES.get(name, name)
         if key not in known:
@@ -166,9 +167,20 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(sorted(known))}"
             )
             raise ConfigError(f"[deepspeed::init_inference] no key {name!r}: {advice}")
+        if key in config and config[key] != value:
+            raise DeepSpeedRefusal(
+                f"[deepspeed::init_inference] {name!r} is {value!r}, but its other name has "
+                f"{config[key]!r}: keep one"
+            )
         config[key] = value
+    return config
+
+
+def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the native config. Logs the keys without effect once, on rank 0."""
     for key, (allowed, instead) in _REFUSED.items():
-        if config.get(key, allowed[0]) not in allowed:
+        value = config.get(key, allowed[0])
+        if value not in allowed and not _is_off(value):
             raise ConfigError(
                 f"[deepspeed::init_inference] {key!r} is {config[key]!r}, which is not supported: "
                 f"{instead}"
@@ -176,7 +188,7 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     ranks = _tensor_ranks(config)
     native: dict[str, Any] = {"inference": True, "strategy": "ddp", "mesh": {"tensor": ranks}}
     native["precision"] = _precision(config.get("dtype", torch.float16))
-    native |= _of_zero(config.get("zero") or {})
+    native |= _of_zero(config.get("zero"))
     idle = [f"{key}: {_NO_EFFECT[key]}" for key in config
             if key in _NO_EFFECT and config[key] not in (None, False)]  # fmt: skip
     if idle:
@@ -184,20 +196,33 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     return native
 
 
+def _is_off(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("enabled") is False
+
+
 def _tensor_ranks(config: Mapping[str, Any]) -> int:
     section = config.get("tensor_parallel") or {}
-    section = section if isinstance(section, Mapping) else vars(section)
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"[deepspeed::init_inference] 'tensor_parallel' is {section!r}; expected a dict such "
+            f'as {{"tp_size": 2}}'
+        )
     for key in section.keys() - {"enabled", "tp_size", "tp_grain_size"}:
         if key not in ("mpu", "tp_group") or section[key] is not None:
             raise ConfigError(
                 f"[deepspeed::init_inference] 'tensor_parallel.{key}' is not supported: set tp_size"
             )
-    ranks = int(section.get("tp_size", config.get("mp_size", 1)))
-    ranks = ranks if section.get("enabled", True) else 1
+    given = {one for one in (section.get("tp_size"), config.get("mp_size")) if one is not None}
+    if len(given) > 1:
+        raise DeepSpeedRefusal(
+            f"[deepspeed::init_inference] 'mp_size' is {config['mp_size']!r} and tp_size is "
+            f"{section['tp_size']!r}: keep one"
+        )
+    ranks = next(iter(given), 1) if section.get("enabled", True) else 1
     world = get_world_size() if torch.distributed.is_initialized() else 1
-    if ranks < 1 or world % ranks != 0:
+    if not isinstance(ranks, int) or ranks < 1 or world % ranks != 0:
         raise ConfigError(
-            f"[deepspeed::init_inference] tp_size is {ranks}, which does not divide the {world} "
+            f"[deepspeed::init_inference] tp_size is {ranks!r}, which does not divide the {world} "
             f"ranks evenly"
         )
     return ranks
@@ -213,26 +238,27 @@ def _precision(dtype: Any) -> str:
     return _DTYPES[name]
 
 
-def _of_zero(section: Any) -> dict[str, Any]:
-    section = section if isinstance(section, Mapping) else section.model_dump()
-    stage = int(section.get("stage", 0))
-    if stage not in (0, 1, 2, 3):
+def _of_zero(given: Any) -> dict[str, Any]:
+    if not given:
+        return {}
+    section = given.model_dump() if hasattr(given, "model_dump") else given
+    if not isinstance(section, Mapping):
         raise ConfigError(
-            f"[deepspeed::init_inference] 'zero.stage' is {stage}; allowed: 0, 1, 2, 3"
+            f"[deepspeed::init_inference] 'zero' is {given!r}; expected a dict such as "
+            f'{{"stage": 3}}'
         )
-    if stage != 3:
+    section = DeepSpeedZeroConfig(**section)  # refuses unknown keys and values
+    offload = section.offload_param
+    device = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    if int(section.stage) != 3:
+        if device != "none":
+            raise ConfigError(
+                "[deepspeed::init_inference] 'zero.offload_param' needs 'zero.stage' 3"
+            )
         return {}  # these stages do not shard parameters
-    offload = section.get("offload_param") or {}
-    device = str(offload.get("device", "none"))
-    tiers = {"none": "none", "cpu": "host", "nvme": "disk"}
-    if device not in tiers:
-        raise ConfigError(
-            f"[deepspeed::init_inference] 'zero.offload_param.device' is {device!r}; allowed: "
-            f"none, cpu, nvme"
-        )
-    native: dict[str, Any] = {"params": tiers[device]}
+    native: dict[str, Any] = {"params": {"none": "none", "cpu": "host", "nvme": "disk"}[device]}
     if device == "nvme":
-        native["path"] = str(offload.get("nvme_path") or "")
+        native["path"] = str(offload.nvme_path or "")
     return {"strategy": "zero3", "offload": native}
 
 
