@@ -304,10 +304,16 @@ bool matches(const Rule& rule, const std::string& name) {
   return fnmatch(rule.pattern.c_str(), name.c_str(), 0) == 0;
 }
 
-// Returns the first rule that matches, or the end of the rules.
-const Rule* first_match(const std::vector<Rule>& rules, const std::string& name) {
-  const auto found = std::find_if(rules.begin(), rules.end(),
-                                  [&](const Rule& rule) { return matches(rule, name); });
+bool fits_params(Style style) {
+  return style == Style::kWhole || style == Style::kPartial || style == Style::kExpert ||
+         is_own(style);
+}
+
+// Returns the first rule for parameters that matches, or the end of the rules.
+const Rule* first_match(const std::vector<Rule>& rules, const std::string& param) {
+  const auto found = std::find_if(rules.begin(), rules.end(), [&](const Rule& rule) {
+    return fits_params(rule.row->style) && matches(rule, param);
+  });
   return rules.data() + (found - rules.begin());
 }
 

@@ -25,7 +25,7 @@ CHOSEN = {True: (1, 3), False: (77, 87)}
 
 def chosen(full: bool) -> list[meshes.Case]:
     first, stride = CHOSEN[full]
-    found = meshes.all_cases()[first::stride] + meshes.expert_cases()[1 :: 3 if full else 59]
+    found = meshes.all_cases()[first::stride] + meshes.expert_cases()[1 :: 3 if full else 79]
     cases = [one for one in found if one.world <= on_device.count()]
     return sorted(cases, key=lambda one: one.world)  # pools of one size after the other
 

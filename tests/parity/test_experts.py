@@ -251,7 +251,7 @@ def own_optimizer() -> str:
     model = expert_models.build()
     config = {"mesh": {"expert": 2}, "parallel": {"rules": dict(expert_models.RULES)}}
     try:
-        penstock.initialize(model, config, optimizer=torch.optim.Adam(model.parameters()))
+        penstock.initialize(model, config, optimizer=torch.optim.Adamax(model.parameters()))
     except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
@@ -259,7 +259,7 @@ def own_optimizer() -> str:
 
 def test_refuses_an_optimizer_of_the_user(pools):
     for said in pools(2).run(own_optimizer):
-        assert '"mesh.expert" is 2: an optimizer of your own' in said or said == "", said
+        assert '"mesh.expert" is 2: an optimizer that the engine does not compute' in said
 
 
 # ---- checkpoints
@@ -318,7 +318,7 @@ def goes(first: Any, others: list[Any], path: str) -> list[Any]:
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 def test_loads_with_any(number, pools, tmp_path, request):
-    some = [LAYOUTS[(number + step) % len(LAYOUTS)] for step in (1, 4, 6, 9)]
+    some = [LAYOUTS[(number + step) % len(LAYOUTS)] for step in (1, 4)]
     others = LAYOUTS if request.config.getoption("full") else some
     for told in pools(4).run(goes, LAYOUTS[number], others, str(tmp_path), timeout=280):
         for other, loss, weights in told:

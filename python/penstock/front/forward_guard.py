@@ -5,6 +5,7 @@ The engine's hooks and replaced `forward` methods belong to the model's own modu
 or a pickle of the model has none of them and is a plain model.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -172,9 +173,16 @@ _DICTS = (dict, OrderedDict)
 
 @dataclasses.dataclass
 class Pace:
-    """True inside `uneven()`. There, other ranks may run no forward while this rank runs one."""
+    """How ranks run forwards.
+
+    Attributes:
+        uneven: inside `uneven()`. There, other ranks may run no forward while this rank runs one.
+        resident: number of open `inference()` contexts whose parameters are whole. There, ranks
+            exchange nothing and need not run the same forwards.
+    """
 
     uneven: bool = False
+    resident: int = 0
 
 
 class Forwards:
@@ -248,7 +256,7 @@ class Forwards:
         return output
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._pace.uneven:
+        if self._pace.uneven or self._pace.resident:
             return generate(*args, **kwargs)
         with self.uneven():
             return generate(*args, **kwargs)
@@ -257,6 +265,15 @@ class Forwards:
         """Clears the state that an interrupted forward of this thread left."""
         if self._thread == threading.get_ident():
             self._open = False
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """For a time in which all parameters stay whole on every rank."""
+        self._pace.resident += 1
+        try:
+            yield
+        finally:
+            self._pace.resident -= 1
 
     def uneven(self) -> "Uneven":
         """Within the context ranks may call the model a different number of times."""
@@ -378,7 +395,7 @@ class Uneven:
         self._pace, self._core = pace, core
 
     def __enter__(self) -> None:
-        self._pace.uneven = self._core.needs_unit_events
+        self._pace.uneven = self._core.needs_unit_events and not self._pace.resident
 
     def __exit__(self, kind: Any, _error: Any, _trace: Any) -> None:
         uneven, self._pace.uneven = self._pace.uneven, False

@@ -21,6 +21,7 @@ class Inference:
     _core: Any
     _structure: Any
     _pipeline: Any
+    _forwards: Any
     gathered: Any
 
     @contextlib.contextmanager
@@ -30,8 +31,8 @@ class Inference:
         In the context, the model is in eval mode and torch.no_grad() is set. Training continues
         afterwards as if nothing had happened, also in the middle of an accumulation window, but
         random numbers that were drawn are gone. In mode "resident", parameters are gathered once,
-        and ranks may then run different numbers of forwards. Tensor, sequence and pipeline ranks
-        still compute together.
+        and ranks may then run different numbers of forwards and of `generate()`. Tensor, sequence,
+        pipeline and expert ranks still compute together.
 
         Args:
             mode: "resident": each rank keeps the whole parameters (of its part of the model) in the
@@ -57,7 +58,8 @@ class Inference:
         before = modes_of(self.module)
         try:
             self.module.eval()
-            with torch.no_grad():
+            alone = self._forwards.resident() if held else contextlib.nullcontext()
+            with torch.no_grad(), alone:
                 yield
         except BaseException:
             if held:

@@ -46,7 +46,7 @@ constexpr DeepSpeedKey kKeys[] = {
     {"vocabulary_size", kNoEffect, kLogs},
     {"graph_harvesting", kNoEffect, "no graph is captured"},
     {"keep_in_fp32_modules", kRefused, "use the native key \"dtypes\""},
-    {"use_data_before_expert_parallelism", kNoEffect, "there is no expert parallelism"},
+    {"use_data_before_expert_parallelism", kNoEffect, "expert ranks are neighbours"},
     {"sequence_parallel_size", kTaken, "mesh.sequence; 0 and 1: off"},
     {"data_parallel_size", kNoEffect, "it follows from the number of ranks"},
     {"optimizer.type", kTaken, "optimizer.type; Adam decays as AdamW unless adam_w_mode is false"},
