@@ -100,6 +100,7 @@ CLAIMS = [
     (PARALLEL, '"param": {"hold": "RR@device:bf16"}', "tests/parity/test_held_parameters.py"),
     (PARALLEL, '"mesh": {"sequence": 4}', "tests/parity/test_sequence.py"),
     (PARALLEL, '"mesh": {"expert": 4}', "tests/parity/test_experts.py"),
+    (PARALLEL, "class Gather(torch.autograd.Function)", "tests/parity/expert_models.py"),
     (DEEPSPEED, "deepspeed.init_inference(", "tests/drop_in/test_init_inference.py"),
     ("docs/engine.md", '{"inference": True', "tests/parity/test_inference.py"),
     (TRAINING, "`beta2` of 0.99 or less", "tests/python/test_bf16_moments.py"),

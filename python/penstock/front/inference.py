@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault
+from penstock.front.forward_guard import Forwards
 
 MODES = ("auto", "resident", "stream")
 
@@ -21,7 +22,7 @@ class Inference:
     _core: Any
     _structure: Any
     _pipeline: Any
-    _forwards: Any
+    _forwards: Forwards
     gathered: Any
 
     @contextlib.contextmanager
