@@ -259,7 +259,7 @@ def own_optimizer() -> str:
 
 def test_refuses_an_optimizer_of_the_user(pools):
     for said in pools(2).run(own_optimizer):
-        assert '"mesh.expert" is 2: an optimizer that the engine does not compute' in said
+        assert '"mesh.expert" is 2: an optimizer of your own' in said
 
 
 # ---- checkpoints

@@ -187,10 +187,10 @@ void check_optimizer(const Config& config, bool external) {
   for (const auto& [name, ranks] :
        {std::pair{"tensor", mesh.tensor}, {"pipeline", mesh.pipeline}, {"expert", mesh.expert}}) {
     if (ranks == 1 || !external) continue;
-    throw ConfigError(concat(
-        "[engine::Core] \"mesh.", name, "\" is ", ranks,
-        ": an optimizer that the engine does not compute itself does not work on a part of the "
-        "model yet. Use one of those for which \"optimizer\" has a name"));
+    throw ConfigError(
+        concat("[engine::Core] \"mesh.", name, "\" is ", ranks,
+               ": an optimizer of your own does not work on a part of the model yet. Use one of "
+               "those for which \"optimizer\" has a name"));
   }
 }
 
