@@ -102,6 +102,18 @@ void bind_pipeline_ranks(py::module_& module) {
       .def("end_backward", &PipelineRanks::end_backward, py::arg("action"), no_gil)
       .def("end", &PipelineRanks::end, no_gil)
       .def(
+          "share_outputs",
+          [](PipelineRanks& ranks, const py::bytes& text, const Tensors& tensors) {
+            const StageMessage own{text, into(tensors)};
+            StageMessage shared;
+            {
+              const py::gil_scoped_release release;
+              shared = ranks.share_outputs(own);
+            }
+            return std::make_pair(py::bytes(shared.text), out_of(shared.tensors));
+          },
+          py::arg("text"), py::arg("tensors"))
+      .def(
           "set_buffers",
           [](PipelineRanks& ranks,
              const std::vector<std::tuple<std::string, int, at::Tensor>>& buffers) {

@@ -6,6 +6,7 @@ from border import AT_THE_BORDER
 from device import BESIDE_A_DEVICE
 from experts import OVER_EXPERT_RANKS
 from forks import IN_FORKS
+from inference import INFERENCE
 from memory import OF_ACTIVATIONS
 from monitor import OF_A_RUN
 from outer import OVER_NODES
@@ -577,3 +578,4 @@ MUTATIONS = [
 ]
 MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE + OVER_TENSOR_RANKS + OVER_STAGES
 MUTATIONS += OF_A_RUN + OVER_WIRES + OVER_NODES + IN_FORKS + OF_ACTIVATIONS + OVER_EXPERT_RANKS
+MUTATIONS += INFERENCE

@@ -3,6 +3,7 @@ bit as if there had been no inference."""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -31,22 +32,25 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "T2": (2, {"strategy": "zero3", "mesh": {"tensor": 2}}),
     "T2D2": (4, {"strategy": "zero3", "mesh": {"tensor": 2}}),
     "S2": (2, {"strategy": "zero3", "mesh": {"sequence": 2}}),
+    "P2": (2, {"strategy": "zero1", "mesh": {"pipeline": 2}}),
+    "P2D2": (4, {"strategy": "zero3", "mesh": {"pipeline": 2}}),
+    "P2T2": (4, {"strategy": "zero1", "mesh": {"pipeline": 2, "tensor": 2}}),
     "late": (2, {"strategy": "zero1", "offload": {"optimizer": "host", "late_update": True}}),
     "coded": (2, {"strategy": "zero3", "comm": {"codec": "int8"}}),
 }
 IN_SEQUENCES = ("llama", "gpt2", "qwen3", "phi3", "mistral")
 
 
-def start(family: str, place: str, path: str, **more: Any) -> Any:
+def start(family: str, place: str, path: str, device: str = "cpu") -> Any:
     import penstock  # noqa: PLC0415
 
     _, config = PLACES[place]
     made = {"batch": {"accumulate": 2}, "optimizer": {"type": "AdamW"} | hf.ADAMW}
     made |= {"units": {"layer_bytes": 1}, "clip": 1.0}
-    made |= config | more | {"comm": {"timeout_s": 60} | config.get("comm", {})}
+    made |= config | {"comm": {"timeout_s": 60} | config.get("comm", {})}
     if place == "disk":
         made["offload"] = DISK | {"path": path}
-    return penstock.initialize(hf.build(family, **ODD), made)
+    return penstock.initialize(hf.build(family, **ODD).to(device), made)
 
 
 def prompts(rank: int = 0) -> torch.Tensor:
@@ -56,40 +60,62 @@ def prompts(rank: int = 0) -> torch.Tensor:
 
 def text(model: Any, ids: torch.Tensor, new: int = NEW) -> torch.Tensor:
     made: torch.Tensor = model.generate(
-        ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+        ids.to(model.device),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
     )
-    return made
+    return made.cpu()
+
+
+def samples_of(engine: Any, family: str, number: int) -> dict[str, torch.Tensor]:
+    batch = hf.batch(family, number, engine.data_rank)
+    return {name: one.to(engine.module.device) for name, one in batch.items()}
 
 
 def micro(engine: Any, family: str, number: int) -> None:
-    engine.backward(engine(**hf.batch(family, number, engine.data_rank)).loss)
+    engine.backward(engine(**samples_of(engine, family, number)).loss)
 
 
-def trained(family: str, place: str, path: str, mode: str) -> list[Any]:
+def window(engine: Any, family: str, first: int, between: Any = lambda part: None) -> None:
+    """A step of two micro-batches. Calls `between(part)` after each; in a pipeline, after the
+    step."""
+    if engine.config.mesh.pipeline > 1:
+        parts = [samples_of(engine, family, first + part) for part in range(2)]
+        engine.train_batch(iter(parts))
+        for part in range(2):
+            between(part)
+        return
+    for part in range(2):
+        micro(engine, family, first + part)
+        between(part)
+    engine.step()
+
+
+def trained(family: str, place: str, path: str, mode: str, device: str = "cpu") -> list[Any]:
     """Losses and weights of three steps. With a mode, the engine generates between the steps and in
     the middle of a window."""
-    engine = start(family, place, path)
-    told: list[Any] = []
+    engine = start(family, place, path, device)
+
+    def generate(step: int, part: int) -> None:
+        if mode and (step, part) in ((0, 0), (1, 1), (2, 0)):
+            with engine.inference(mode):
+                assert not engine.module.training
+                text(engine.module, prompts(engine.data_rank), 3)
+            assert engine.module.training
+
     for step in range(3):
-        for part in range(2):
-            micro(engine, family, 10 * step + part)
-            if mode and (step, part) in ((0, 0), (1, 1), (2, 0)):
-                with engine.inference(mode):
-                    assert not engine.module.training
-                    text(engine.module, prompts(), 3)
-                assert engine.module.training
-        engine.step()
-    told = list(engine.state_dict(rank0_only=False).values())
+        window(engine, family, 10 * step, functools.partial(generate, step))
+    told = [one.cpu() for one in engine.state_dict(rank0_only=False).values()]
     engine.close()
     return told
 
 
-def generates(family: str, place: str, mode: str, path: str) -> dict[str, Any]:
-    engine = start(family, place, path)
-    for step in range(4):
-        micro(engine, family, step)
-        if step % 2:
-            engine.step()
+def generates(family: str, place: str, mode: str, path: str, device: str = "cpu") -> dict[str, Any]:
+    engine = start(family, place, path, device)
+    for step in range(2):
+        window(engine, family, 2 * step)
     whole = engine.state_dict(rank0_only=False)
     shared = dist.get_world_size() == engine.data_size
     ids = prompts(engine.data_rank)
@@ -141,7 +167,9 @@ def test_generates(family, place, mode, pools, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["resident", "stream"])
-@pytest.mark.parametrize("place", ["zero1", "zero3", "hpz", "disk", "T2", "S2", "late", "coded"])
+@pytest.mark.parametrize(
+    "place", ["zero1", "zero3", "hpz", "disk", "T2", "S2", "P2", "P2D2", "late", "coded"]
+)
 def test_training_goes_on(place, mode, pools, tmp_path):
     pool = pools(PLACES[place][0])
     without = pool.run(trained, "llama", place, str(tmp_path), "", timeout=200)
@@ -149,6 +177,109 @@ def test_training_goes_on(place, mode, pools, tmp_path):
         pool.run(trained, "llama", place, str(tmp_path), mode, timeout=200), without, strict=True
     ):
         assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+
+
+# ---- pipelines
+
+
+def pads(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Prompts of different lengths."""
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    made: torch.Tensor = model.generate(
+        ids * mask, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    return made
+
+
+def samples(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(5)
+    made: torch.Tensor = model.generate(ids, max_new_tokens=6, do_sample=True, pad_token_id=0)
+    return made
+
+
+def searches(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = model.generate(ids, max_new_tokens=6, num_beams=3, pad_token_id=0)
+    return made
+
+
+def without_cache(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = model.generate(ids, max_new_tokens=4, use_cache=False, pad_token_id=0)
+    return made
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        made = model(input_ids=ids, labels=ids, use_cache=False)
+        states = model(ids, use_cache=False, return_dict=False)
+    return torch.cat([made.logits, made.loss.expand(*made.logits.shape[:2], 1), states[0]], -1)
+
+
+WAYS = [text, pads, samples, searches, without_cache, logits]
+
+
+def relays(family: str, config: dict[str, Any]) -> list[str]:
+    import penstock  # noqa: PLC0415
+
+    model = hf.build(family, num_hidden_layers=4, **ODD)
+    more = {"batch": {"accumulate": 2}, "units": {"layer_bytes": 1}}
+    engine = penstock.initialize(model, more | config)
+    plain = hf.build(family, num_hidden_layers=4, **ODD).eval()
+    ids = prompts(engine.data_rank)
+    told = []
+    model.eval()
+    for way in WAYS:
+        if not torch.equal(way(model, ids), way(plain, ids)):
+            told.append(way.__name__)
+    with torch.no_grad():
+        if not torch.equal(engine(ids, use_cache=False).logits, plain(ids).logits):
+            told.append("engine")
+    said = []
+    for call in (lambda: model(ids), torch.no_grad()(lambda: model(ids))):
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    model.train()
+    engine.train_batch(iter([hf.batch(family, part, engine.data_rank) for part in range(2)]))
+    engine.close()
+    assert "Without gradients (torch.no_grad()), call eval_batch(), or the whole" in said[0]
+    assert "pass use_cache=False" in said[1]
+    return told
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_pipelines_relay(family, pools):
+    for told in pools(2).run(relays, family, {"mesh": {"pipeline": 2}}):
+        assert told == []
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_stages_of_other_schedules_relay(schedule, pools):
+    config: dict[str, Any] = {"mesh": {"pipeline": 2}, "parallel": {"schedule": schedule}}
+    if schedule == "interleaved":
+        config["parallel"]["virtual_stages"] = 2
+    for told in pools(2).run(relays, "llama", config):
+        assert told == []
+
+
+def draws() -> list[torch.Tensor]:
+    """Dropout in forwards without gradients."""
+    import penstock  # noqa: PLC0415
+
+    model = hf.build("gpt2", num_hidden_layers=4, resid_pdrop=0.5, **ODD)
+    engine = penstock.initialize(model, {"mesh": {"pipeline": 2}, "batch": {"accumulate": 2}})
+    model.train()
+    with torch.no_grad():
+        made = [engine(prompts(), use_cache=False).logits for _ in range(2)]
+    engine.close()
+    return made
+
+
+def test_forwards_draw_other_numbers(pools):
+    (first, second), theirs = pools(2).run(draws)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, theirs[0]) and torch.equal(second, theirs[1])
 
 
 # ---- contexts in contexts
@@ -400,6 +531,7 @@ RESTS: dict[str, tuple[int, dict[str, Any]]] = {
     "disk": (2, {"offload": {"params": "disk"}}),
     "bf16": (2, {"precision": "bf16"}),
     "T2": (2, {"mesh": {"tensor": 2}}),
+    "P2": (2, {"mesh": {"pipeline": 2}}),
     "T2 host": (4, {"mesh": {"tensor": 2}, "offload": {"params": "host"}}),
     "S2": (2, {"mesh": {"sequence": 2}}),
 }

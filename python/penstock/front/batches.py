@@ -9,7 +9,7 @@ import torch
 from penstock._native import ConfigError, RuntimeFault
 from penstock.front import module_tree, ranks
 from penstock.parallel import pipeline_window
-from penstock.parallel.pipeline_window import LossOf, loss_in
+from penstock.parallel.pipeline_window import Call, LossOf, loss_in
 
 _NOTHING = object()
 
@@ -114,8 +114,16 @@ class Batches:
             for module, training in was:
                 module.training = training
 
+    def _relay(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model, on all stages of a pipeline if the call is not part of a batch."""
+        if self._pipeline.relays:
+            return pipeline_window.forward(self, args, kwargs)
+        return model(*args, **kwargs)
+
     def _outputs(self, part: Any) -> Any:
         """Returns the model's outputs for one part of a batch."""
+        if isinstance(part, Call):
+            return self(*part.args, **part.kwargs)  # type: ignore[operator]
         if isinstance(part, Mapping):
             return self(**part)  # type: ignore[operator]
         if isinstance(part, (tuple, list)):

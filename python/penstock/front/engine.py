@@ -118,7 +118,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
             self.module, self._core, self._structure, pace, self._installed, self._tensor
         )
         self._finish_setup(self._given)
-        self._pipeline.install(self._tensor, self._installed)
+        self._pipeline.install(self._tensor, self._installed, self._relay)
         self._watch()
 
     def _open(self) -> bool:
@@ -153,9 +153,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward on the same arguments."""
         self._forwards.reset()
-        model: Callable[..., Any] = self.module
-        if self._pipeline.active:
-            model = functools.partial(self._pipeline.until_its_end, model)
+        if self._pipeline.relays:
+            return self._relay(self.module, *args, **kwargs)
+        model = self._pipeline.stage_of(self.module)
         with self._seen(kwargs, args):
             if self._sequence.active:
                 run = functools.partial(self._forwards.run, model)

@@ -7,6 +7,7 @@ previous stage. A call of a later stage's first module ends the forward.
 
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import json
 import zlib
@@ -20,8 +21,10 @@ from torch import nn
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.front import generators, module_tree
 from penstock.front.forward_guard import Forward, in_backward
+from penstock.parallel import stand_in_caches
 from penstock.parallel.pipeline_layers import PipelineLayers
 from penstock.parallel.stand_in import Absent, fake_of, is_absent, like, value_of
+from penstock.parallel.stand_in_caches import CachedTokens
 
 
 class _StageEnd(BaseException):  # noqa: N818 - not an error: it leaves the model's forward
@@ -123,6 +126,7 @@ class PipelineParallel:
         self._running: _Running | None = None
         self._inferring = False
         self._outputs: dict[Any, _Shape] = {}
+        self._num_forwards = 0
         self._model = model
         self._device = module_tree.device_of(model)
         self._pieces: list[tuple[str, int, nn.Module]] = []
@@ -134,21 +138,30 @@ class PipelineParallel:
             for name, stage in self.ranks.pieces:
                 self._pieces.append((name, stage, module_tree.submodule(model, name)))
 
-    def install(self, tensor: Any, installed: list[Any]) -> None:
-        """Replaces the forward of the stages' modules. It is the outermost replacement, so that a
-        recomputation in backward gets values. Raises ConfigError if a module cannot be in a stage.
-        """
+    def install(self, tensor: Any, installed: list[Any], relay: Callable[..., Any]) -> None:
+        """Replaces the forward of the model, by `relay`, and of the stages' modules. They are the
+        outermost replacements, so that a recomputation in backward gets values. Raises ConfigError
+        if a module cannot be in a stage."""
         self._tensor = tensor
         for name, stage, module in self._pieces:
             _check_saves(module, name, stage)
             installed.append(Forward(module, self._around(module, name, stage)))
         if self.active and isinstance(self._model, PipelineLayers):
             installed.append(Forward(self._model, self._entry, "pipeline_entry"))
+        if self.active:
+            installed.append(Forward(self._model, relay))
 
     @property
     def inferring(self) -> bool:
         """Whether a module of another stage runs without values, to find its outputs' shapes."""
         return self._inferring
+
+    @property
+    def relays(self) -> bool:
+        """Whether a call of the model now is a forward of its own, outside of train_batch() and
+        eval_batch(). It then has to run on all stages."""
+        idle = self.active and self._running is None and not self._inferring
+        return idle and not torch.is_grad_enabled() and not in_backward()
 
     @property
     def last(self) -> int:
@@ -191,9 +204,17 @@ class PipelineParallel:
             )
         return outputs, running.leaves
 
-    def until_its_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `forward` until it calls a module of a later stage, and returns that module's
-        arguments as `Handed`. Returns the outputs if `forward` ends first."""
+    def count_forward(self) -> int:
+        """Returns a different number for each forward outside of train_batch() and eval_batch()."""
+        self._num_forwards += 1
+        return self._num_forwards
+
+    def stage_of(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that runs `model` until it calls a module of a later stage, and then
+        returns that module's arguments as `Handed`; or `model`, if there is one stage."""
+        return functools.partial(self._until_its_end, model) if self.active else model
+
+    def _until_its_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
         except _StageEnd as end:
@@ -265,8 +286,9 @@ class PipelineParallel:
             if running is None:
                 raise RuntimeFault(
                     f"[front::forward] this rank has a part of the model (mesh.pipeline), and "
-                    f'"{name}" belongs to stage {stage}. Do not call the model itself, but '
-                    f"engine.train_batch() or eval_batch(), which run all stages"
+                    f'"{name}" belongs to stage {stage}. Train with engine.train_batch(), which '
+                    f"runs all stages. Without gradients (torch.no_grad()), call eval_batch(), or "
+                    f"the whole model on all ranks of the pipeline"
                 )
             if stage > running.stage:
                 raise _StageEnd(name, (args, kwargs))
@@ -409,6 +431,7 @@ class PipelineParallel:
         args, kwargs = module_tree.put_in([Absent(one) for one in fakes], left)
         objects = module_tree.objects_in(left)
         kept = [(one, module_tree.State(one)) for one in objects]
+        cached = stand_in_caches.watch(objects)
         aside: list[tuple[Any, str, _Template]] = []
         self._inferring = True
         try:
@@ -437,7 +460,7 @@ class PipelineParallel:
             self._inferring = False
             for one, state in kept:
                 state.put_in(one)
-        return _Shape(_Template(outputs), aside)
+        return _Shape(_Template(outputs), aside, cached)
 
 
 class _Template:
@@ -453,14 +476,17 @@ class _Template:
 
 @dataclasses.dataclass
 class _Shape:
-    """The effects of a module that ran without values: its outputs, and the stand-ins that it set
-    as attributes of modules, or of objects among its arguments (by index). Code that reads such an
-    attribute gets an error from the stand-in."""
+    """The effects of a module that ran without values: its outputs, the stand-ins that it set as
+    attributes of modules, or of objects among its arguments (by index), and the tokens that it
+    cached. Code that reads such an attribute gets an error from the stand-in."""
 
     outputs: _Template
     aside: list[tuple[Any, str, _Template]]
+    cached: list[CachedTokens]
 
     def made(self, objects: list[Any]) -> Any:
+        for one in self.cached:
+            one.put_in(objects)
         for owner, name, value in self.aside:
             vars(objects[owner] if isinstance(owner, int) else owner)[name] = value.made()
         return self.outputs.made()

@@ -1,6 +1,8 @@
 """Runs an accumulation window of a pipeline: this rank's forwards and backwards in order."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 
 from penstock._native import ConfigError, RuntimeFault
+from penstock.parallel import stage_outputs
 from penstock.parallel.pipeline_parallel import Handed, Micro
 from penstock.parallel.stand_in import is_absent
 
@@ -41,17 +44,18 @@ def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.T
     ranks = engine._pipeline.ranks
     micros = _micros(engine, parts)
     engine._seen_batch(parts)
+    finish = functools.partial(_loss_of_part, loss_of=loss_of)
     under_way: dict[tuple[int, int], _Stage] = {}
     losses = []
     for action in ranks.begin(len(parts), True):
         key = (action.stage, action.micro)
         if action.forward:
-            under_way[key] = _Stage(engine, action, micros[action.micro], loss_of)
+            under_way[key] = _Stage(engine, action, micros[action.micro], finish)
         else:
             done = under_way.pop(key) if action.is_last else under_way[key]
             done.backward(action)
-            if action.is_last and done.loss is not None:
-                losses.append(done.loss.detach())
+            if action.is_last and done.result is not None:
+                losses.append(done.result.detach())
     ranks.end()
     engine.step()
     return losses
@@ -61,12 +65,51 @@ def evaluate(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torc
     """Runs only forwards. Returns the losses on the last stage, else []."""
     ranks = engine._pipeline.ranks
     micros = _micros(engine, parts)
+    finish = functools.partial(_loss_of_part, loss_of=loss_of)
     made = [
-        _Stage(engine, action, micros[action.micro], loss_of)
+        _Stage(engine, action, micros[action.micro], finish)
         for action in ranks.begin(len(parts), False)
     ]
     ranks.end()
-    return [one.loss for one in made if one.loss is not None]
+    return [one.result for one in made if one.result is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one forward of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def forward(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs one forward without gradients through all stages. All ranks of the pipeline call it with
+    equal arguments. Returns the model's outputs on every rank.
+
+    Raises:
+        RuntimeFault: if ranks have different arguments, or outputs cannot be sent.
+    """
+    ranks, seen = engine._pipeline.ranks, engine._pipeline.count_forward()
+    name = f"{engine.config.seed} {engine._core.steps} {engine.data_rank} forward {seen}"
+    micro = dataclasses.replace(Micro.of((args, kwargs), name), part=Call(args, kwargs))
+    outputs = None
+    with torch.inference_mode(False), torch.no_grad():  # stages' tensors need version counters
+        for action in ranks.begin(1, False):
+            made = _Stage(engine, action, micro, lambda outputs, _: outputs)
+            outputs = made.result
+        ranks.end()
+        is_last = (ranks.num_stages - 1) % ranks.count == ranks.index
+        return stage_outputs.shared(ranks, is_last, outputs, (args, kwargs))
+
+
+def _loss_of_part(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:
+    loss = loss_in(outputs, part, loss_of)
+    if is_absent(loss):
+        raise RuntimeFault(
+            "[front::train_batch] the loss is computed from a tensor that only an earlier "
+            "stage has: pass it as an argument to the first module of each later stage"
+        )
+    return loss
 
 
 def _micros(engine: Any, parts: list[Any]) -> list[Micro]:
@@ -80,13 +123,16 @@ class _Stage:
     """One stage's forward and backward of one micro-batch.
 
     Attributes:
-        loss: the loss, one element, on the last stage; else None.
+        result: what `finish(outputs, part)` returns on the last stage: the loss, one element, if
+            there is a backward; else None.
     """
 
-    def __init__(self, engine: Any, action: Any, micro: Micro, loss_of: LossOf | None) -> None:
+    def __init__(
+        self, engine: Any, action: Any, micro: Micro, finish: Callable[[Any, Any], Any]
+    ) -> None:
         self._engine, self._ranks = engine, engine._pipeline.ranks
         self._ranks.start(action)
-        self.loss: torch.Tensor | None = None
+        self.result: Any = None
         given = Handed(*self._ranks.receive(action)) if action.stage > 0 else None
         with engine._seen_stage(action):
             made, self._leaves = engine._pipeline.run(
@@ -94,12 +140,7 @@ class _Stage:
             )
         self._outputs: list[torch.Tensor] = []
         if not isinstance(made, Handed):
-            self.loss = loss_in(made, micro.part, loss_of)
-            if is_absent(self.loss):
-                raise RuntimeFault(
-                    "[front::train_batch] the loss is computed from a tensor that only an earlier "
-                    "stage has: pass it as an argument to the first module of each later stage"
-                )
+            self.result = finish(made, micro.part)
             return
         self._outputs = made.tensors
         self._ranks.send(action, made.text, [one.detach() for one in made.tensors])
@@ -109,7 +150,7 @@ class _Stage:
         self._ranks.start(action)
         if action.splits and action.is_last:
             self._engine._core.resume_backward()
-            self._outputs, self.loss = [], None if self.loss is None else self.loss.detach()
+            self._outputs, self.result = [], None if self.result is None else self.result.detach()
             with _ONE_BACKWARD():
                 self._run(lambda: self._ranks.backward_weights(action))
         else:
@@ -122,13 +163,13 @@ class _Stage:
         core = self._engine._core
         outputs: list[torch.Tensor] = []
         grads: list[torch.Tensor | None] = []
-        if self.loss is None:
+        if self.result is None:
             outputs, grads = self._received(action)
             core.resume_backward()
         elif action.splits:
-            outputs, grads = [self.loss], [core.start_backward(self.loss, None)]
+            outputs, grads = [self.result], [core.start_backward(self.result, None)]
         else:
-            self._engine.backward(self.loss)
+            self._engine.backward(self.result)
         if action.splits:
             inputs = [leaf.anchor for leaf in self._leaves if leaf is not None]
             self._run(lambda: self._ranks.backward_inputs(action, outputs, grads, inputs))

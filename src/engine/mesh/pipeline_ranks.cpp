@@ -67,6 +67,11 @@ void PipelineRanks::end_backward(const Action& action) {
   Core::State::BackwardEnd{*state_}.of_stage(action.micro);
 }
 
+StageMessage PipelineRanks::share_outputs(const StageMessage& own) {
+  auto shared = state_->model_ranks.stages->share_outputs({own.text, own.tensors});
+  return {std::move(shared.text), std::move(shared.tensors)};
+}
+
 void PipelineRanks::set_buffers(std::vector<StageBuffer> buffers) {
   state_->model_ranks.stages->set_buffers(std::move(buffers));
 }

@@ -76,6 +76,10 @@ class PENSTOCK_API PipelineRanks {
   // Waits until all messages have arrived.
   void end();
 
+  // [pipeline] Returns, after end(), the last stage's outputs on every rank of the pipeline. `own`
+  // counts on the last stage's rank only. Throws RuntimeFault if a peer is gone.
+  StageMessage share_outputs(const StageMessage& own);
+
   // Sets the buffers that bring_buffers() copies. Must be called before bring_buffers() and
   // close(), with the same buffers on every rank.
   void set_buffers(std::vector<StageBuffer> buffers);

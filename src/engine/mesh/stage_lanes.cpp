@@ -204,7 +204,23 @@ void StageLanes::bring_buffers(const Share& share) {
   }
 }
 
+parallel::TensorMessage StageLanes::share_outputs(parallel::TensorMessage own) {
+  const int owner = (num_stages_ - 1) % members_.size();
+  if (!outputs_) {
+    std::vector<int> others = members_.ranks;
+    others.erase(others.begin() + owner);
+    outputs_ = std::make_unique<parallel::Messages>(
+        group_, members_.ranks[static_cast<size_t>(owner)], others, "outputs", computes_);
+  }
+  outputs_->set_step(step_);
+  const comm::Label label("outputs of the last stage");
+  if (owner != members_.index) return outputs_->receive(label);
+  outputs_->send(label, own);
+  return own;
+}
+
 void StageLanes::close() {
+  outputs_.reset();
   arriving_.clear();
   lanes_.clear();
   for (std::unique_ptr<Way>* way :

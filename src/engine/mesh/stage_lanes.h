@@ -54,6 +54,8 @@ class StageLanes {
   // See PipelineRanks::set_buffers() and bring_buffers().
   void set_buffers(std::vector<StageBuffer> buffers) { buffers_ = std::move(buffers); }
   void bring_buffers(const Share& share);
+  // [pipeline] Returns the message of the last stage's rank; `own` counts on this rank only.
+  parallel::TensorMessage share_outputs(parallel::TensorMessage own);
   // Ends the threads. No exchange may be in progress.
   void close();
 
@@ -98,6 +100,7 @@ class StageLanes {
   int64_t num_sent_ = 0, bytes_sent_ = 0;  // in the last window
   std::unique_ptr<Way> receives_forward_, sends_forward_, receives_backward_, sends_backward_;
   std::deque<StageLane> lanes_;
+  std::unique_ptr<parallel::Messages> outputs_;  // from the last stage to the others
 };
 
 }  // namespace penstock::engine

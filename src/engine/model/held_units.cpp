@@ -41,6 +41,17 @@ FrozenParams::~FrozenParams() {
   for (const at::Tensor& param : trained_) param.set_requires_grad(true);
 }
 
+void BroughtUnits::undo() {
+  for (const int unit : brought_) params_.drop(unit);
+}
+
+bool BroughtUnits::keeps_rounded(int unit) const { return in_section_ && params_.coded(unit); }
+
+void BroughtUnits::bring(int unit) {
+  if (!params_.whole(unit)) brought_.push_back(unit);
+  keeps_rounded(unit) ? params_.require(unit) : params_.require_exact(unit);
+}
+
 }  // namespace engine
 
 bool hold(Values& values, const std::vector<int>& units) {
@@ -55,16 +66,11 @@ bool hold(Values& values, const std::vector<int>& units) {
   const std::vector<std::string> answers =
       executor.share("room for inference", bytes <= room / 5 * 4 ? "1" : "0");
   if (std::count(answers.begin(), answers.end(), "1") < executor.mesh().world()) return false;
-  std::vector<int> brought;
+  engine::BroughtUnits brought(executor.params(), state.driver->section().has_value());
   try {
-    for (const int unit : units) {
-      if (!executor.params().whole(unit)) brought.push_back(unit);
-      // A unit in the middle of a backward keeps the values with which that backward computes.
-      const bool in_use = executor.params().coded(unit) && state.driver->section().has_value();
-      in_use ? executor.params().require(unit) : executor.params().require_exact(unit);
-    }
+    for (const int unit : units) brought.bring(unit);
   } catch (const RuntimeFault&) {
-    for (const int unit : brought) executor.params().drop(unit);
+    brought.undo();
     throw;
   }
   state.driver->hold(units);

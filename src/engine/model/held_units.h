@@ -18,6 +18,10 @@ namespace penstock {
 
 class Values;
 
+namespace exec {
+class Params;
+}
+
 namespace engine {
 
 // Freezes the parameters of an engine for inference, until it is destroyed.
@@ -30,6 +34,26 @@ class FrozenParams {
 
  private:
   std::vector<at::Tensor> trained_;  // before
+};
+
+// Units that are made whole for a context.
+class BroughtUnits {
+ public:
+  // `in_section`: a forward or backward is open.
+  BroughtUnits(exec::Params& params, bool in_section) : params_(params), in_section_(in_section) {}
+
+  // Returns whether the open section computes with rounded values of the unit. The unit then keeps
+  // these values.
+  bool keeps_rounded(int unit) const;
+  // [all ranks] Makes the unit whole. Throws RuntimeFault.
+  void bring(int unit);
+  // Frees the units that bring() made whole, for example if memory ran out.
+  void undo();
+
+ private:
+  exec::Params& params_;
+  const bool in_section_;
+  std::vector<int> brought_{};
 };
 
 }  // namespace engine

@@ -16,6 +16,7 @@
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/engine/model/held_units.h"
 #include "src/engine/step/backward_end.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/unit_order.h"
@@ -446,17 +447,11 @@ void Values::gather(const std::vector<int>& units, bool write) {
   if (write && executor.table().keeps_base() && !state_->driver->section()) {
     exec::publish_exactly(executor, units);
   }
-  std::vector<int> brought;
+  engine::BroughtUnits brought(executor.params(), state_->driver->section().has_value());
   try {
     for (const int unit : units) {
-      if (!executor.params().whole(unit)) brought.push_back(unit);
-      const bool in_use = executor.params().coded(unit) && state_->driver->section().has_value();
-      if (in_use && write) refuse_coded(executor.units()[unit].name);
-      if (in_use) {
-        executor.params().require(unit);
-      } else {
-        executor.params().require_exact(unit);
-      }
+      if (write && brought.keeps_rounded(unit)) refuse_coded(executor.units()[unit].name);
+      brought.bring(unit);
       state_->wholes->show(unit);
     }
     state_->tiled->gather(units, state_->tiers.device);
@@ -464,7 +459,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
     for (const int unit : units) {
       if (state_->driver->held(unit) == 0) state_->wholes->hide(unit);
     }
-    for (const int unit : brought) executor.params().drop(unit);
+    brought.undo();
     throw;
   }
   state_->driver->hold(units);

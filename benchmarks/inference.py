@@ -1,0 +1,239 @@
+"""Text from a model that memory does not hold: Penstock with parameters on disk beside accelerate's
+disk map, under one limit of memory.
+
+    python benchmarks/inference.py [--width 2048 --layers 22] [--limit-mib 1100]
+        [--batches 1 16 64] [--new 8] [--rounds 3] [--path FOLDER] [--json FILE]
+
+The model is a Llama with random bf16 weights, in safetensors files that are written first. Each try
+is a fresh process that loads the files and generates `--new` tokens greedily after a prompt of 16,
+for every batch size: once untimed, then timed. One forward runs per new token, so without a limit
+of compute a token of the whole batch takes as long as reading the model once. The tries of a round
+take turns. `fio` reads as many bytes in the same round, with O_DIRECT: the limit.
+
+The limit of memory is a memory cgroup (version 1, needs root) that also counts the page cache, so
+no contestant keeps the files in memory. Without it, the benchmark refuses to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from measure import machine, write_json
+
+CGROUP = pathlib.Path("/sys/fs/cgroup/memory/penstock-inference")
+PROMPT = 16
+CONTESTANTS = ("penstock", "accelerate")
+
+
+def config_of(options: argparse.Namespace) -> Any:
+    from transformers import LlamaConfig  # noqa: PLC0415
+
+    heads = options.width // 64
+    return LlamaConfig(
+        hidden_size=options.width,
+        intermediate_size=options.width * 11 // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 8),
+        vocab_size=32000,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+
+
+# ---- in the tries
+
+
+def write_model(options: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config_of(options))
+    model.save_pretrained(options.model, max_shard_size="200MB")
+
+
+def penstock_model(options: argparse.Namespace) -> Any:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    import penstock  # noqa: PLC0415
+
+    with penstock.init(path=options.path):
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    return penstock.initialize(
+        model,
+        inference=True,
+        strategy="zero3",
+        precision="bf16",
+        offload={"params": "disk", "path": options.path},
+        prefetch_bytes=options.prefetch_mib << 20,
+    )
+
+
+def accelerate_model(options: argparse.Namespace) -> Any:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        return AutoModelForCausalLM.from_pretrained(
+            options.model,
+            dtype=torch.bfloat16,
+            device_map={"": "disk"},
+            offload_folder=folder,
+        )
+
+
+def bytes_read() -> int:
+    lines = pathlib.Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def generate(model: Any, batch: int, new: int) -> torch.Tensor:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 32000, (batch, PROMPT))
+    made: torch.Tensor = model.generate(
+        ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+    )
+    return made[:, PROMPT:]
+
+
+def run_try(options: argparse.Namespace) -> None:
+    (CGROUP / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    begin = time.perf_counter()
+    model = {"penstock": penstock_model, "accelerate": accelerate_model}[options.run](options)
+    told: dict[str, Any] = {"load_s": time.perf_counter() - begin, "batches": {}}
+    for batch in options.batches:
+        generate(model, batch, 1)
+        begin, before = time.perf_counter(), bytes_read()
+        made = generate(model, batch, options.new)
+        seconds = time.perf_counter() - begin
+        told["batches"][str(batch)] = {
+            "pass_s": seconds / options.new,
+            "tokens_per_s": batch * options.new / seconds,
+            "read_gb_per_pass": (bytes_read() - before) / options.new / 1e9,
+            "first": made[0].tolist(),
+        }
+    write_json(options.result, told)
+
+
+# ---- the parent
+
+
+def limited(options: argparse.Namespace, run: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        result = pathlib.Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--run", run, "--result", str(result)]
+        command += ["--path", folder, "--model", str(options.model), "--new", str(options.new)]
+        command += ["--prefetch-mib", str(options.prefetch_mib), "--batches"]
+        command += [str(one) for one in options.batches]
+        pathlib.Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
+        done = subprocess.run(command, text=True, capture_output=True)
+        if done.returncode != 0:
+            return {"failed": f"exit {done.returncode}: {done.stderr[-600:]}"}
+        told: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return told
+
+
+def fio_gb_per_s(options: argparse.Namespace, size: int) -> float:
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        command = ["fio", "--name=read", f"--filename={folder}/file", "--rw=read", "--bs=4m"]
+        command += ["--iodepth=8", "--ioengine=libaio", "--direct=1", f"--size={size}"]
+        done = subprocess.run(command, text=True, capture_output=True, check=True)
+    found = re.search(r"READ: bw=[^(]*\(([0-9.]+)([MG])B/s\)", done.stdout)
+    assert found, done.stdout
+    return float(found[1]) * (1.0 if found[2] == "G" else 1e-3)
+
+
+def parent(options: argparse.Namespace) -> None:
+    CGROUP.mkdir(exist_ok=True)
+    try:
+        limit = CGROUP / "memory.limit_in_bytes"
+        limit.write_text(str(options.limit_mib << 20), encoding="ascii")
+        with tempfile.TemporaryDirectory(dir=options.path) as folder:
+            options.model = folder
+            command = [sys.executable, __file__, "--run", "write", "--model", folder]
+            command += ["--width", str(options.width), "--layers", str(options.layers)]
+            subprocess.run(command, check=True)
+            size = sum(one.stat().st_size for one in pathlib.Path(folder).glob("*.safetensors"))
+            rounds = []
+            for number in range(options.rounds):
+                names = CONTESTANTS[number % 2 :] + CONTESTANTS[: number % 2]
+                one: dict[str, Any] = {"fio_gb_per_s": fio_gb_per_s(options, size)}
+                one |= {name: limited(options, name) for name in names}
+                rounds.append(one)
+                print(json.dumps(one), flush=True)
+        tell(options, size, rounds)
+    finally:
+        CGROUP.rmdir()
+    if options.json:
+        write_json(options.json, {"machine": machine(), "model_bytes": size, "rounds": rounds})
+
+
+def tell(options: argparse.Namespace, size: int, rounds: list[dict[str, Any]]) -> None:
+    fio = statistics.median(one["fio_gb_per_s"] for one in rounds)
+    print(f"\nmodel {size / 1e9:.2f} GB, limit {options.limit_mib} MiB, fio {fio:.2f} GB/s")
+    print("| contestant | batch | s per forward | tokens/s | GB read per forward | of fio |")
+    print("|---|---|---|---|---|---|")
+    for name in CONTESTANTS:
+        good = [one for one in rounds if "batches" in one[name]]
+        if not good:
+            print(f"| {name} | | failed: {rounds[0][name]['failed']} |")
+            continue
+        for batch in map(str, options.batches):
+            each = [one[name]["batches"][batch] for one in good]
+            seconds, tokens, read = (
+                statistics.median(one[key] for one in each)
+                for key in ("pass_s", "tokens_per_s", "read_gb_per_pass")
+            )
+            share = statistics.median(
+                size / 1e9 / one[name]["batches"][batch]["pass_s"] / one["fio_gb_per_s"]
+                for one in good
+            )
+            print(f"| {name} | {batch} | {seconds:.3f} | {tokens:.2f} | {read:.2f} | {share:.2f} |")
+    both = [one for one in rounds if all("batches" in one[name] for name in CONTESTANTS)]
+    for batch in map(str, options.batches) if both else ():
+        ours, theirs = ([one[name]["batches"][batch] for one in both] for name in CONTESTANTS)
+        ratios = [b["pass_s"] / a["pass_s"] for a, b in zip(ours, theirs, strict=True)]
+        same = all(a["first"] == b["first"] for a, b in zip(ours, theirs, strict=True))
+        print(f"batch {batch}: {statistics.median(ratios):.2f} times accelerate "
+              f"({min(ratios):.2f}-{max(ratios):.2f}), same tokens: {same}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--limit-mib", type=int, default=1100)
+    parser.add_argument("--prefetch-mib", type=int, default=256)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--new", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--path", default=tempfile.gettempdir())
+    parser.add_argument("--json", default="")
+    parser.add_argument("--run", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--result", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run == "write":
+        write_model(options)
+    elif options.run:
+        run_try(options)
+    else:
+        parent(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Inference on an accelerator: greedy text is that of plain torch on the CPU, and training goes on
+to the last bit as if there had been no inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import on_device
+import pytest
+import test_inference as inference
+import torch
+
+pytestmark = pytest.mark.timeout(480)
+CASES = [
+    ("llama", "zero3", "resident"),
+    ("gpt2", "zero3", "stream"),
+    ("qwen3", "host", "stream"),
+    ("phi3", "disk", "stream"),
+    ("opt", "T2", "auto"),
+    ("mistral", "S2", "stream"),
+    ("llama", "P2", "auto"),
+    ("gpt2", "P2D2", "stream"),
+    ("opt", "hpz", "resident"),
+    ("qwen3", "zero1", "auto"),
+]
+
+
+def generates(family: str, place: str, mode: str, path: str) -> dict[str, Any]:
+    on_device.schedule(1)
+    return inference.generates(family, place, mode, path, on_device.device())
+
+
+@pytest.mark.parametrize(("family", "place", "mode"), CASES, ids="-".join)
+def test_generates(family, place, mode, device_pools, tmp_path):
+    world = inference.PLACES[place][0]
+    for told in device_pools(world).run(generates, family, place, mode, str(tmp_path), timeout=200):
+        assert told["same"]
+        assert told["forwards"][0] == told["forwards"][1]
+
+
+def trained(place: str, path: str, mode: str) -> list[torch.Tensor]:
+    on_device.schedule(2)
+    return inference.trained("llama", place, path, mode, on_device.device())
+
+
+@pytest.mark.parametrize(
+    ("place", "mode"),
+    [("zero3", "resident"), ("zero3", "stream"), ("host", "stream"), ("disk", "resident"),
+     ("T2", "resident"), ("P2", "stream")],
+)  # fmt: skip
+def test_training_goes_on(place, mode, device_pools, tmp_path):
+    pool = device_pools(inference.PLACES[place][0])
+    without = pool.run(trained, place, str(tmp_path), "", timeout=200)
+    for ours, plain in zip(
+        pool.run(trained, place, str(tmp_path), mode, timeout=200), without, strict=True
+    ):
+        assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
