@@ -347,7 +347,7 @@ def steps_inside_gathered(engine):
 
 ERRORS = [
     (steps_inside_gathered, "step\\(\\) was called inside gathered"),
-    (edits_without_write, "was changed in place inside engine.gathered"),
+    (edits_without_write, "was changed in place inside gathered"),
     (calls_inside_gathered, "inside gathered\\(\\): the parameters are full tensors"),
     (copies, "this rank has a part of some parameters"),
     (asks_the_model_for_its_state, "Use engine.state_dict"),
