@@ -153,7 +153,7 @@ def cases() -> list[Any]:
 
 
 def pytest_generate_tests(metafunc):
-    if "family" in metafunc.fixturenames:
+    if "mode" in metafunc.fixturenames and "family" in metafunc.fixturenames:
         full = metafunc.config.getoption("full")
         chosen = cases() if full else cases()[::5]
         metafunc.parametrize(("family", "place", "mode"), chosen)
