@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils import _pytree as pytree
 
 from penstock._native import ConfigError, RuntimeFault
+from penstock.front import module_tree
 from penstock.parallel import stage_outputs
 from penstock.parallel.pipeline_parallel import Handed, Micro
 from penstock.parallel.stand_in import is_absent
+from penstock.parallel.stand_in_caches import caches_in
 
 LossOf = Callable[[Any, Any], torch.Tensor]
 # In this context torch's checkpoints compute a forward once for several backwards. Some versions of
@@ -87,11 +90,19 @@ def forward(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     equal arguments. Returns the model's outputs on every rank.
 
     Raises:
+        ConfigError: for a cache, if a rank computes several stages.
         RuntimeFault: if ranks have different arguments, or outputs cannot be sent.
     """
     ranks, seen = engine._pipeline.ranks, engine._pipeline.count_forward()
+    if ranks.num_stages > ranks.count and caches_in(module_tree.objects_in((args, kwargs))):
+        raise ConfigError(
+            '[front::forward] with "parallel.virtual_stages" > 1, ranks run the model\'s forward '
+            "several times for one token, so they cannot fill a cache. Pass use_cache=False"
+        )
     name = f"{engine.config.seed} {engine._core.steps} {engine.data_rank} forward {seen}"
-    micro = dataclasses.replace(Micro.of((args, kwargs), name), part=Call(args, kwargs))
+    # Without the contents of caches, of which each stage has its own layers.
+    tensors = [one for one in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(one)]
+    micro = dataclasses.replace(Micro.of(tensors, name), part=Call(args, kwargs))
     outputs = None
     with torch.inference_mode(False), torch.no_grad():  # stages' tensors need version counters
         for action in ranks.begin(1, False):
