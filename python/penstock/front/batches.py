@@ -1,13 +1,15 @@
 """Training and evaluation on whole batches, with the same loop on every mesh."""
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from penstock._native import ConfigError, RuntimeFault
 from penstock.front import module_tree, ranks
+from penstock.front.forward_guard import Forwards
 from penstock.parallel import pipeline_window
 from penstock.parallel.pipeline_window import Call, LossOf, loss_in
 
@@ -20,6 +22,7 @@ class Batches:
     config: Any
     module: torch.nn.Module
     _core: Any
+    _forwards: Forwards
     _pipeline: Any
 
     @property
@@ -114,16 +117,18 @@ class Batches:
             for module, training in was:
                 module.training = training
 
-    def _relay(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model, on all stages of a pipeline if the call is not part of a batch."""
-        if self._pipeline.relays:
-            return pipeline_window.forward(self, args, kwargs)
-        return model(*args, **kwargs)
+    def _relay(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the model's forward, on all stages of a pipeline if it is not part of a batch."""
+        if not self._pipeline.relays:
+            return forward(*args, **kwargs)
+        self._forwards.announce()
+        run = functools.partial(self._forwards.run, self._pipeline.stage_of(forward))
+        return pipeline_window.forward(self, Call(run, args, kwargs))
 
     def _outputs(self, part: Any) -> Any:
         """Returns the model's outputs for one part of a batch."""
         if isinstance(part, Call):
-            return self(*part.args, **part.kwargs)  # type: ignore[operator]
+            return part.run(*part.args, **part.kwargs)
         if isinstance(part, Mapping):
             return self(**part)  # type: ignore[operator]
         if isinstance(part, (tuple, list)):

@@ -106,7 +106,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
             own = ranks.rank() // mesh.tensor % (mesh.data * mesh.sequence)
             torch.manual_seed(self.config.seed + own)
         self._structure.set_to_itself = self._core.values.set_to_itself
-        pace = Pace()
+        pace = Pace(staged=self._pipeline.active)
         tiling.install(self.module, self._core, self.config, pace, self._installed)
         self._tensor = tensor_parallel.TensorParallel(
             self.module, self._core, self.config, self._installed
@@ -154,7 +154,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
         """Runs the model's forward on the same arguments."""
         self._forwards.reset()
         if self._pipeline.relays:
-            return self._relay(self.module, *args, **kwargs)
+            return self.module(*args, **kwargs)
         model = self._pipeline.stage_of(self.module)
         with self._seen(kwargs, args):
             if self._sequence.active:

@@ -179,10 +179,12 @@ class Pace:
         uneven: inside `uneven()`. There, other ranks may run no forward while this rank runs one.
         resident: number of open `inference()` contexts whose parameters are whole. There, ranks
             exchange nothing and need not run the same forwards.
+        staged: each rank runs a part of the model (a pipeline).
     """
 
     uneven: bool = False
     resident: int = 0
+    staged: bool = False
 
 
 class Forwards:
@@ -260,6 +262,11 @@ class Forwards:
             return generate(*args, **kwargs)
         with self.uneven():
             return generate(*args, **kwargs)
+
+    def announce(self) -> None:
+        """Tells the other ranks, inside `uneven()`, that this rank is about to run a forward."""
+        if self._pace.uneven:
+            self._core.any_forward(True)
 
     def reset(self) -> None:
         """Clears the state that an interrupted forward of this thread left."""
@@ -363,8 +370,8 @@ class Forwards:
             self._structure.check_engine()
             if self._structure.look():
                 self._core.relearn()
-            if self._pace.uneven:
-                self._core.any_forward(True)
+            if not self._pace.staged:
+                self.announce()
             self._open = True
         self._core.unit_begin(0, torch.is_grad_enabled())
 
@@ -400,6 +407,12 @@ class Uneven:
     def __exit__(self, kind: Any, _error: Any, _trace: Any) -> None:
         uneven, self._pace.uneven = self._pace.uneven, False
         while uneven and kind is None and self._core.any_forward(False):
+            if self._pace.staged:
+                raise RuntimeFault(
+                    "[front::forward] ranks run different numbers of forwards, which the stages of "
+                    'a pipeline cannot. Use engine.inference("resident"), or run the same forwards '
+                    "on all ranks (generate() with min_new_tokens equal to max_new_tokens)"
+                )
             self._core.unit_begin(0, False)
             self._core.unit_end(0, [])
 

@@ -79,13 +79,14 @@ def evaluate(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torc
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one forward of the model."""
+    """One forward of the model: `run(*args, **kwargs)` runs the stage that is under way."""
 
+    run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def forward(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward(engine: Any, call: Call) -> Any:
     """Runs one forward without gradients through all stages. All ranks of the pipeline call it with
     equal arguments. Returns the model's outputs on every rank.
 
@@ -94,15 +95,16 @@ def forward(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         RuntimeFault: if ranks have different arguments, or outputs cannot be sent.
     """
     ranks, seen = engine._pipeline.ranks, engine._pipeline.count_forward()
-    if ranks.num_stages > ranks.count and caches_in(module_tree.objects_in((args, kwargs))):
+    given = (call.args, call.kwargs)
+    if ranks.num_stages > ranks.count and caches_in(module_tree.objects_in(given)):
         raise ConfigError(
             '[front::forward] with "parallel.virtual_stages" > 1, ranks run the model\'s forward '
             "several times for one token, so they cannot fill a cache. Pass use_cache=False"
         )
     name = f"{engine.config.seed} {engine._core.steps} {engine.data_rank} forward {seen}"
     # Without the contents of caches, of which each stage has its own layers.
-    tensors = [one for one in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(one)]
-    micro = dataclasses.replace(Micro.of(tensors, name), part=Call(args, kwargs))
+    tensors = [one for one in pytree.tree_leaves(given) if torch.is_tensor(one)]
+    micro = dataclasses.replace(Micro.of(tensors, name), part=call)
     outputs = None
     with torch.inference_mode(False), torch.no_grad():  # stages' tensors need version counters
         for action in ranks.begin(1, False):
@@ -110,7 +112,7 @@ def forward(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             outputs = made.result
         ranks.end()
         is_last = (ranks.num_stages - 1) % ranks.count == ranks.index
-        return stage_outputs.shared(ranks, is_last, outputs, (args, kwargs))
+        return stage_outputs.shared(ranks, is_last, outputs, given)
 
 
 def _loss_of_part(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:

@@ -18,11 +18,44 @@ class _Place:
     given: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class NotSent:
+    """Takes the place of an output that stages cannot send to each other. Any use of it raises
+    RuntimeFault.
+
+    Attributes:
+        kind: the name of the output's class.
+    """
+
+    kind: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle and copy look for methods that the class may lack
+            raise AttributeError(name)
+        raise self._fault()
+
+    def __len__(self) -> int:
+        raise self._fault()
+
+    def __iter__(self) -> Any:
+        raise self._fault()
+
+    def __getitem__(self, _: Any) -> Any:
+        raise self._fault()
+
+    def _fault(self) -> RuntimeFault:
+        return RuntimeFault(
+            f"[front::forward] the model's outputs contain a {self.kind}, which the last stage of "
+            f"a pipeline cannot send to the other stages. If it is a cache, pass one as an argument"
+        )
+
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def shared(ranks: Any, is_last: bool, outputs: Any, arguments: Any) -> Any:
-    """Returns the last stage's outputs on every rank of the pipeline. All of them call it.
+    """Returns the last stage's outputs on every rank of the pipeline. All of them call it. An
+    output that is neither a tensor, nor a plain value, nor an argument becomes `NotSent`.
 
     Args:
         ranks: the pipeline's ranks.
@@ -30,25 +63,12 @@ def shared(ranks: Any, is_last: bool, outputs: Any, arguments: Any) -> Any:
         outputs: the model's outputs, if `is_last`.
         arguments: those of the model's forward. An output that is one of them (a cache) becomes the
             argument of each rank.
-
-    Raises:
-        RuntimeFault: if an output is neither a tensor, nor a plain value, nor an argument.
     """
     objects = [one for one in pytree.tree_leaves(arguments) if not isinstance(one, _PLAIN)]
     tensors: list[torch.Tensor] = []
-    refusal, taken = "", None
-    if is_last:
-        try:
-            taken = _taken_out(outputs, objects, tensors)
-        except RuntimeFault as error:
-            refusal, tensors = str(error), []
-    text, tensors = ranks.share_outputs(pickle.dumps((refusal, taken)), tensors)
-    refusal, taken = pickle.loads(text)
-    if refusal:
-        raise RuntimeFault(refusal)
-    if is_last:
-        return outputs
-    places, spec = pytree.tree_flatten(taken)
+    text = pickle.dumps(_taken_out(outputs, objects, tensors)) if is_last else b""
+    text, tensors = ranks.share_outputs(text, tensors)
+    places, spec = pytree.tree_flatten(pickle.loads(text))
     return pytree.tree_unflatten([_put_in(one, objects, tensors) for one in places], spec)
 
 
@@ -66,11 +86,7 @@ def _taken_out(outputs: Any, objects: list[Any], tensors: list[torch.Tensor]) ->
         elif isinstance(one, _PLAIN):
             places.append(one)
         else:
-            raise RuntimeFault(
-                f"[front::forward] the model's outputs contain a {type(one).__name__}, which the "
-                f"last stage of a pipeline cannot send to the other stages. If it is a cache, pass "
-                f"one as an argument, or pass use_cache=False"
-            )
+            places.append(NotSent(type(one).__name__))
     return pytree.tree_unflatten(places, spec)
 
 

@@ -213,7 +213,9 @@ void check_pipeline(const Config& config) {
         "\"auto\" cannot choose tiers for stages of different sizes. Set \"offload.optimizer\" and "
         "\"offload.params\"");
   }
-  if (config.batch.accumulate < config.mesh.pipeline && config.parallel.schedule != "gpipe") {
+  const bool trains = !config.inference;
+  if (trains && config.batch.accumulate < config.mesh.pipeline &&
+      config.parallel.schedule != "gpipe") {
     fail(concat("\"batch.accumulate\" is ", config.batch.accumulate,
                 ", fewer micro-batches than pipeline ranks, so some ranks would always ",
                 "be idle. Raise it to a multiple of ", config.mesh.pipeline,
