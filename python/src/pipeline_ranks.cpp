@@ -54,6 +54,16 @@ std::vector<at::Tensor> into(const Tensors& tensors) {
   return in;
 }
 
+auto share_outputs(PipelineRanks& ranks, const py::bytes& text, const Tensors& tensors) {
+  const StageMessage own{text, into(tensors)};
+  StageMessage shared;
+  {
+    const py::gil_scoped_release release;
+    shared = ranks.share_outputs(own);
+  }
+  return std::make_pair(py::bytes(shared.text), out_of(shared.tensors));
+}
+
 }  // namespace
 
 void bind_pipeline_ranks(py::module_& module) {
@@ -101,18 +111,7 @@ void bind_pipeline_ranks(py::module_& module) {
       .def("backward_weights", &backward_weights, py::arg("action"))
       .def("end_backward", &PipelineRanks::end_backward, py::arg("action"), no_gil)
       .def("end", &PipelineRanks::end, no_gil)
-      .def(
-          "share_outputs",
-          [](PipelineRanks& ranks, const py::bytes& text, const Tensors& tensors) {
-            const StageMessage own{text, into(tensors)};
-            StageMessage shared;
-            {
-              const py::gil_scoped_release release;
-              shared = ranks.share_outputs(own);
-            }
-            return std::make_pair(py::bytes(shared.text), out_of(shared.tensors));
-          },
-          py::arg("text"), py::arg("tensors"))
+      .def("share_outputs", &share_outputs, py::arg("text"), py::arg("tensors"))
       .def(
           "set_buffers",
           [](PipelineRanks& ranks,

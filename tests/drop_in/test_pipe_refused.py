@@ -83,7 +83,7 @@ CALLS = {
     "a loader": "the data iterator is a list",
     "a batch": "allowed: a tuple (inputs, labels)",
     "inputs": "inputs are a dict",
-    "the model": "engine.train_batch() or eval_batch()",
+    "the model": "Train with engine.train_batch(), which runs all stages",
     "reduce": "reduce_output is 'sum'",
     "list": "pass bcast_loss=False",
     "micro": "parts is 0",

@@ -10,7 +10,8 @@ WINDOW = "python/penstock/parallel/pipeline_window.py"
 CACHES = "python/penstock/parallel/stand_in_caches.py"
 HELD = "src/engine/model/held_units.cpp"
 TESTS = "tests/parity/test_inference.py"
-RELAYS = Pytest((TESTS, "-k", "test_pipelines_relay and llama"))
+STAGES = "tests/parity/test_inference_stages.py"
+RELAYS = Pytest((STAGES, "-k", "test_pipelines_relay and llama"))
 
 INFERENCE = [
     Mutation(
@@ -81,6 +82,6 @@ INFERENCE = [
         WINDOW,
         '{engine.data_rank} forward {seen}"\n',
         '{engine.data_rank} forward"\n',
-        Pytest((TESTS, "-k", "draw_other_numbers")),
+        Pytest((STAGES, "-k", "draw_other_numbers")),
     ),
 ]

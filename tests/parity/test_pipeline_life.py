@@ -131,7 +131,7 @@ def test_reads_of_another_stage_say_so(pools):
     assert second[0] == "nothing" and "is in stage 0 of the pipeline" in second[1], second
     for said in (first, second):
         for one in said[2:]:
-            assert "engine.train_batch() or eval_batch()" in one, one
+            assert "Train with engine.train_batch(), which runs all stages" in one, one
 
 
 def gradients(strategy: str, tied: bool) -> dict[str, float]:
