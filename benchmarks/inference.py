@@ -1,7 +1,7 @@
 """Text from a model that memory does not hold: Penstock with parameters on disk beside accelerate's
 disk map, under one limit of memory.
 
-    python benchmarks/inference.py [--width 2048 --layers 22] [--limit-mib 1100]
+    python benchmarks/inference.py [--width 2048 --layers 22] [--limit-mib 1500]
         [--batches 1 16 64] [--new 8] [--rounds 3] [--path FOLDER] [--json FILE]
 
 The model is a Llama with random bf16 weights, in safetensors files that are written first. Each try
@@ -216,8 +216,8 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--limit-mib", type=int, default=1100)
-    parser.add_argument("--prefetch-mib", type=int, default=256)
+    parser.add_argument("--limit-mib", type=int, default=1500)
+    parser.add_argument("--prefetch-mib", type=int, default=64)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
