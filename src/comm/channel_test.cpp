@@ -4,15 +4,16 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <numeric>
 #include <set>
-#include <thread>
 #include <vector>
 
 #include "penstock/error.h"
+#include "src/comm/on_ranks.h"
 #include "src/place/packing.h"
 
 namespace {
@@ -34,27 +35,6 @@ namespace {
 
 Staging lent(std::vector<char>& memory) {
   return {memory.data(), static_cast<int64_t>(memory.size())};
-}
-
-// Runs `body(group)` on every rank. Returns what each rank threw ("" for nothing).
-template <typename Body>
-std::vector<std::string> on_ranks(int size, const Body& body,
-                                  std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
-  auto groups = Group::threads(size, timeout);
-  std::vector<std::string> errors(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(*groups[rank]);
-      } catch (const std::exception& error) {
-        errors[rank] = error.what();
-      }
-      groups[rank]->close();
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return errors;
 }
 
 Members everyone(const Group& group) {

@@ -5,39 +5,18 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "src/base/text.h"
 #include "src/comm/channel.h"
+#include "src/comm/on_ranks.h"
 
 namespace penstock::exec::walk_test {
 namespace {
 
 constexpr int64_t kNumel = 16 * 128;
 const Mesh kRun = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 4}});
-
-// Runs `body(group)` on every rank. Returns what each rank threw ("" for nothing).
-template <typename Body>
-std::vector<std::string> on_ranks(const Body& body) {
-  auto groups = Group::threads(kRun.world(), std::chrono::seconds(30));
-  std::vector<std::string> errors(groups.size());
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < groups.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(*groups[rank]);
-      } catch (const std::exception& error) {
-        errors[rank] = error.what();
-      }
-      groups[rank]->close();
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return errors;
-}
 
 // The full values of a flat. Ranks with different parts of a model have different values.
 at::Tensor values_of(const Mesh& mesh, int rank) {
@@ -98,7 +77,7 @@ void move(Group& group, const Placement& from, const Placement& to, bool consume
 
 TEST(Walk, MovesFlatsOfTwoMeshesBetweenAllPlacements) {
   int count = 0;
-  const auto errors = on_ranks([&](Group& group) {
+  const auto errors = comm::on_ranks(kRun.world(), [&](Group& group) {
     for (const Placement& from : placements("RSP")) {
       for (const Placement& to : placements("RS")) {
         if (from == to) continue;
@@ -114,7 +93,7 @@ TEST(Walk, MovesFlatsOfTwoMeshesBetweenAllPlacements) {
 }
 
 TEST(Walk, MeetsAlsoWithoutBuffers) {
-  const auto errors = on_ranks([&](Group& group) {
+  const auto errors = comm::on_ranks(kRun.world(), [&](Group& group) {
     const FlatMesh run(kRun, group.rank());
     mem::Tiers tiers;
     comm::Channel channel(group, "walk");

@@ -92,7 +92,7 @@ def forward(engine: Any, call: Call) -> Any:
 
     Raises:
         ConfigError: for a cache, if a rank computes several stages.
-        RuntimeFault: if ranks have different arguments, or outputs cannot be sent.
+        RuntimeFault: if ranks have different arguments.
     """
     ranks, seen = engine._pipeline.ranks, engine._pipeline.count_forward()
     given = (call.args, call.kwargs)
