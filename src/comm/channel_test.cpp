@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
