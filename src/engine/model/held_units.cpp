@@ -34,11 +34,13 @@ FrozenParams::FrozenParams(const ModelTree& tree, const Config& config) {
   for (const ParamInfo& one : tree.params) {
     if (config.inference && one.param.requires_grad()) trained_.push_back(one.param);
   }
-  for (const at::Tensor& param : trained_) param.set_requires_grad(false);
+  show(false);
 }
 
-FrozenParams::~FrozenParams() {
-  for (const at::Tensor& param : trained_) param.set_requires_grad(true);
+FrozenParams::~FrozenParams() { show(true); }
+
+void FrozenParams::show(bool trained) {
+  for (const at::Tensor& param : trained_) param.set_requires_grad(trained);
 }
 
 void BroughtUnits::undo() {

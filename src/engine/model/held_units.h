@@ -28,6 +28,10 @@ namespace engine {
 class FrozenParams {
  public:
   FrozenParams(const ModelTree& tree, const Config& config);
+  // For a forward without gradients: sets requires_grad as it was before. at::matmul copies a
+  // weight without requires_grad once per row of a batch if the other operand is a 3-dimensional
+  // view, such as the last hidden states of a prompt.
+  void show(bool trained);
   FrozenParams(const FrozenParams&) = delete;
   FrozenParams& operator=(const FrozenParams&) = delete;
   ~FrozenParams();

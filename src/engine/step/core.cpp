@@ -63,16 +63,21 @@ std::vector<UnitInfo> Core::units() const {
 bool Core::needs_unit_events() const { return state_->unit_events; }
 
 void Core::unit_begin(int unit, bool grad_enabled) {
-  if (unit == 0) return state_->forward_begin(grad_enabled);
-  state_->unit_begin(unit);
+  if (unit > 0) return state_->unit_begin(unit);
+  if (state_->frozen) state_->frozen->show(!grad_enabled);
+  state_->forward_begin(grad_enabled);
 }
 
 void Core::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
-  if (unit == 0) return state_->forward_end(outputs);
-  state_->unit_end(unit, outputs);
+  if (unit > 0) return state_->unit_end(unit, outputs);
+  if (state_->frozen) state_->frozen->show(false);
+  state_->forward_end(outputs);
 }
 
-void Core::forward_failed(const std::string& error) { state_->forward_failed(error); }
+void Core::forward_failed(const std::string& error) {
+  if (state_->frozen) state_->frozen->show(false);
+  state_->forward_failed(error);
+}
 
 bool Core::any_forward(bool mine) {
   state_->check_open("forward");

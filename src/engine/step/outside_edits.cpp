@@ -199,12 +199,14 @@ std::string OutsideEdits::edited(int index, bool always) {
     }
   }
   // The comparison would copy the resting shard to the device or read it from disk, so it is made
-  // rarely.
+  // rarely, and at first only once if all values are frozen.
   const Tier rest = executor_.table().at(Role::kParam, Phase::kRest).tier;
   const bool on_accelerator = !executor_.traffic().tiers().computes.is_host();
   if ((rest == Tier::kDisk || (rest == Tier::kHost && on_accelerator)) && !always) {
     const int looks = ++looks_[static_cast<size_t>(index)];
-    if (looks > 4 && looks % 32 != 0) return "";
+    const bool trains = std::any_of(unit.flats.begin(), unit.flats.end(),
+                                    [](const exec::Flat& flat) { return flat.trainable; });
+    if (looks > (trains ? 4 : 1) && looks % 32 != 0) return "";
   }
   return executor_.values().edited(index);
 }
