@@ -60,6 +60,8 @@ class PENSTOCK_API ShardedInit {
   bool holds(const at::Tensor& tensor) const;
   // Returns whether the values of the tensor are in a file of read_from().
   bool in_file(const at::Tensor& tensor) const;
+  // Returns the file of a tensor that is in a file, and where the values begin there.
+  FileValues file_of(const at::Tensor& tensor) const;
   // Fills `to` [count] (fp32, on the host) with values of a tensor that is in a file, beginning at
   // the tensor's element `begin` in row-major order.
   void read(const at::Tensor& tensor, int64_t begin, const at::Tensor& to) const;

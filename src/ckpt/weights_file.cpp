@@ -53,7 +53,8 @@ void WeightsFile::check_unchanged() const {
   }
   throw RuntimeFault(concat("[ckpt::WeightsFile] \"", path_,
                             "\" was changed after penstock.init() read its header. Keep the file "
-                            "as it is until initialize() has returned"));
+                            "as it is until initialize() has returned. If the parameters rest in "
+                            "the file (frozen, on disk), keep it until close()"));
 }
 
 void WeightsFile::read_raw(int64_t offset, int64_t bytes, void* to) const {
@@ -76,6 +77,18 @@ void WeightsFile::read(int64_t offset, int64_t numel, at::ScalarType from, at::S
     made.narrow(0, done, count).copy_(part.narrow(0, 0, count));
     done += count;
   }
+}
+
+mem::FilePart WeightsFile::part(const std::shared_ptr<const WeightsFile>& file, int64_t offset,
+                                int64_t bytes, int64_t at) {
+  return {file->path_,
+          file,
+          file->fd_,
+          offset,
+          bytes,
+          at,
+          [of = file.get()] {
+            of->check_unchanged(); }};
 }
 
 uint64_t WeightsFile::print() const {

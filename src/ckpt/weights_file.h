@@ -8,6 +8,7 @@
 #include <string>
 
 #include "penstock/export.h"
+#include "src/mem/disk_tier.h"
 
 namespace penstock {
 
@@ -24,6 +25,9 @@ class PENSTOCK_API WeightsFile {
   // RuntimeFault if the file is too short or was changed since it was opened.
   void read(int64_t offset, int64_t numel, at::ScalarType from, at::ScalarType into,
             void* to) const;
+  // Returns `bytes` bytes at `offset` as a part of an extent in which they begin at `at`.
+  static mem::FilePart part(const std::shared_ptr<const WeightsFile>& file, int64_t offset,
+                            int64_t bytes, int64_t at);
   // Returns a hash of the file's size and of bytes at 256 places. Ranks compare these hashes to
   // detect that their files differ.
   uint64_t print() const;

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <list>
 #include <map>
 #include <mutex>
@@ -25,7 +26,11 @@ constexpr int kDepth = 64;  // requests in the ring
 // A wait is divided into this many slices. It stalls if all slices end without progress. If a
 // process is stopped, the whole stop counts as one slice, however long it is.
 constexpr int kSlices = 8;
-constexpr int kTries = 100;  // a request fails after this many submissions that move no bytes
+constexpr int kTries = 100;      // a request fails after this many submissions that move no bytes
+constexpr int kFileThreads = 4;  // read users' files
+// Extents of users' files begin here, each at a multiple of kExtentBytes.
+constexpr int64_t kFirstFileExtent = int64_t{1} << 62;
+constexpr int64_t kExtentBytes = int64_t{1} << 44;
 
 using Clock = std::chrono::steady_clock;
 
@@ -56,7 +61,8 @@ struct DiskTicket::Impl {      // guarded by the disk's mutex
 struct Disk::Impl {
   struct Request {  // at most one stripe
     std::shared_ptr<DiskTicket::Impl> ticket;
-    const SwapFile* file = nullptr;
+    std::string place;  // the file's name in texts
+    BlockIo* io = nullptr;
     BlockRequest whole;
     int64_t moved = 0;
     int tries = 0;
@@ -66,12 +72,16 @@ struct Disk::Impl {
 
     std::string text() const {
       return concat(whole.write ? "write" : "read", " of ", whole.bytes, " bytes at offset ",
-                    whole.offset, " of the swap file in \"", file->folder(), "\"");
+                    whole.offset, " of ", place);
     }
   };
 
   explicit Impl(const DiskOptions& options);
   DiskTicket start(bool write, int64_t offset, char* data, int64_t bytes);
+  DiskTicket read_files(int64_t offset, char* data, int64_t bytes);
+  // Requires the mutex.
+  Request* add(const std::shared_ptr<DiskTicket::Impl>& ticket, BlockRequest whole,
+               std::string place);
   void submit(Request& request);
   void ended(Request& request, int64_t result);
   void record(const Request& request) const;
@@ -81,6 +91,7 @@ struct Disk::Impl {
 
   const DiskOptions options;
   std::vector<SwapFile> files;
+  std::deque<std::vector<FilePart>> adopted;  // guarded by mutex; extents of users' files
   int64_t reserved = 0;
   int64_t claimed = 0;  // bytes of each file
   std::mutex mutex;
@@ -98,8 +109,9 @@ struct Disk::Impl {
   Clock::duration busy{};        // guarded by mutex; time up to busy_since
   const trace::Text read_text = std::make_shared<const std::string>("read");
   const trace::Text write_text = std::make_shared<const std::string>("write");
-  std::vector<uint64_t> sums;   // guarded by mutex; one per block, 0: not known
-  std::unique_ptr<BlockIo> io;  // last member, so that its threads end first
+  std::vector<uint64_t> sums;        // guarded by mutex; one per block, 0: not known
+  std::unique_ptr<BlockIo> file_io;  // reads users' files; null: none
+  std::unique_ptr<BlockIo> io;       // last members, so that their threads end first
 };
 
 Disk::Impl::Impl(const DiskOptions& options)
@@ -132,29 +144,71 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
         ticket.state_->sums.assign(at, at + bytes / kBlockBytes);
       }
     }
-    if (in_flight.empty()) busy_since = Clock::now();
-    const trace::Text& line = trace::Recorder::line_here();
     for (int64_t at = offset; at < offset + bytes;) {
       const int64_t index = at / stripe;
       const int64_t size = std::min(offset + bytes, (index + 1) * stripe) - at;
-      in_flight.emplace_back();
-      Request& request = in_flight.back();
-      request.self = std::prev(in_flight.end());
-      request.ticket = ticket.state_;
-      request.file = &files[index % num_files];
-      request.whole = {request.file->descriptor(),
-                       write,
-                       data + (at - offset),
-                       index / num_files * stripe + at % stripe,
-                       size,
-                       {}};
-      request.since = Clock::now();
-      request.line = line ? line : write ? write_text : read_text;
-      ++ticket.state_->left;
-      started.push_back(&request);
+      const SwapFile& file = files[index % num_files];
+      started.push_back(add(ticket.state_,
+                            {file.descriptor(),
+                             write,
+                             data + (at - offset),
+                             index / num_files * stripe + at % stripe,
+                             size,
+                             {}},
+                            concat("the swap file in \"", file.folder(), "\"")));
+      started.back()->io = io.get();
       at += size;
     }
   }
+  for (Request* request : started) submit(*request);
+  return ticket;
+}
+
+Disk::Impl::Request* Disk::Impl::add(const std::shared_ptr<DiskTicket::Impl>& ticket,
+                                     BlockRequest whole, std::string place) {
+  if (in_flight.empty()) busy_since = Clock::now();
+  const trace::Text& line = trace::Recorder::line_here();
+  in_flight.emplace_back();
+  Request& request = in_flight.back();
+  request.self = std::prev(in_flight.end());
+  request.ticket = ticket;
+  request.place = std::move(place);
+  request.line = line ? line : whole.write ? write_text : read_text;
+  request.whole = std::move(whole);
+  request.since = Clock::now();
+  ++ticket->left;
+  return &request;
+}
+
+DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
+  const std::vector<FilePart>* parts = nullptr;
+  {
+    const std::lock_guard lock(mutex);
+    parts = &adopted.at(static_cast<size_t>((offset - kFirstFileExtent) / kExtentBytes));
+  }
+  for (const FilePart& part : *parts) part.check();  // before any request counts as in flight
+  const int64_t begin = (offset - kFirstFileExtent) % kExtentBytes, end = begin + bytes;
+  DiskTicket ticket;
+  ticket.state_ = std::make_shared<DiskTicket::Impl>();
+  std::vector<Request*> started;
+  int64_t filled = begin;
+  for (const FilePart& part : *parts) {
+    const int64_t first = std::max(begin, part.at), last = std::min(end, part.at + part.bytes);
+    if (first >= last) continue;
+    std::memset(data + (filled - begin), 0, static_cast<size_t>(first - filled));
+    filled = last;
+    const std::lock_guard lock(mutex);
+    for (int64_t at = first; at < last;) {
+      const int64_t size = std::min(last - at, options.stripe_bytes);
+      started.push_back(
+          add(ticket.state_,
+              {part.file, false, data + (at - begin), part.offset + (at - part.at), size, {}},
+              concat("\"", part.path, "\"")));
+      started.back()->io = file_io.get();
+      at += size;
+    }
+  }
+  std::memset(data + (filled - begin), 0, static_cast<size_t>(end - filled));
   for (Request* request : started) submit(*request);
   return ticket;
 }
@@ -163,8 +217,9 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
 void Disk::Impl::submit(Request& request) {
   const BlockRequest& whole = request.whole;
   const int64_t moved = request.moved;
-  io->submit({whole.file, whole.write, whole.data + moved, whole.offset + moved,
-              whole.bytes - moved, [this, &request](int64_t result) { ended(request, result); }});
+  request.io->submit({whole.file, whole.write, whole.data + moved, whole.offset + moved,
+                      whole.bytes - moved,
+                      [this, &request](int64_t result) { ended(request, result); }});
 }
 
 void Disk::Impl::ended(Request& request, int64_t result) {
@@ -280,7 +335,17 @@ void Disk::allocate() {
   impl_->claimed = bytes;
 }
 
+int64_t Disk::adopt(std::vector<FilePart> parts) {
+  const std::lock_guard lock(impl_->mutex);
+  if (!impl_->file_io) impl_->file_io = BlockIo::threads(kFileThreads);
+  impl_->adopted.push_back(std::move(parts));
+  return kFirstFileExtent + static_cast<int64_t>(impl_->adopted.size() - 1) * kExtentBytes;
+}
+
+bool Disk::is_read_only(int64_t offset) { return offset >= kFirstFileExtent; }
+
 DiskTicket Disk::read(int64_t offset, char* data, int64_t bytes) {
+  if (is_read_only(offset)) return impl_->read_files(offset, data, block_padded(bytes));
   return impl_->start(false, offset, data, block_padded(bytes));
 }
 

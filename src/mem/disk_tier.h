@@ -1,7 +1,8 @@
 #pragma once
 // Disk: the tier below memory. Each rank has one nameless swap file per path. So when the process
 // ends, even by a crash, nothing stays on the disk. Space is claimed before the first byte is
-// written, so a full disk causes an error before the first step.
+// written, so a full disk causes an error before the first step. Users' files can serve as extents
+// that are only read.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -24,6 +25,15 @@ struct DiskOptions {
   bool checksums = false;                     // checks that reads return the bytes written before
   std::shared_ptr<trace::Recorder> recorder;  // records reads and writes; null: none
   std::function<std::unique_ptr<BlockIo>()> make_io;  // for tests; default BlockIo::best()
+};
+
+// Bytes of a user's file. They are at `at` in their extent.
+struct FilePart {
+  std::string path;
+  std::shared_ptr<const void> opened;  // keeps `file` open
+  int file = -1;                       // descriptor
+  int64_t offset = 0, bytes = 0, at = 0;
+  std::function<void()> check{};  // throws if the file was changed since it was opened
 };
 
 // One read or write in flight. Copies of a ticket refer to the same request. A default-constructed
@@ -56,6 +66,13 @@ class Disk {
   void allocate();
   // Calls reserve() and allocate(). Reserves nothing if the disk is too full.
   int64_t claim(int64_t bytes);
+
+  // Makes an extent of parts of users' files, and returns its offset. The parts are in order and do
+  // not overlap. The bytes between them, and those after the last one, read as zeros. The files are
+  // read through the page cache, which keeps what fits.
+  int64_t adopt(std::vector<FilePart> parts);
+  // Returns whether the offset is in an extent of adopt(), to which write() may not be called.
+  static bool is_read_only(int64_t offset);
 
   // `data` is aligned to kBlockBytes and has block_padded(bytes) bytes. It must stay valid until
   // done().

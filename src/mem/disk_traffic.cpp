@@ -59,6 +59,7 @@ void DiskTraffic::put_back(Buffer& buffer) {
   if (!buffer.on_disk() || !buffer.exists()) return;
   if (const auto watch = watch_.load()) watch->disk_changes(buffer.offset, buffer.bytes());
   settle(buffer.offset, buffer.offset + buffer.bytes());
+  if (Disk::is_read_only(buffer.offset)) buffer.offset = tiers_.disk->claim(buffer.bytes());
   if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // work that fills the buffer
   const std::lock_guard lock(mutex_);
   Write write{buffer.offset, buffer.bytes(), {}, {}, num_writes_++};

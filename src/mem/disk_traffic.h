@@ -43,7 +43,8 @@ class DiskTraffic {
   void make_room(Buffer& buffer, Account account);
   // Blocks until the bytes are in memory.
   void wait_read(const Buffer& buffer) const;
-  // Starts the write. The write owns the memory and frees it at the end.
+  // Starts the write. The write owns the memory and frees it at the end. A buffer in users' files
+  // gets an extent in the swap file first.
   void put_back(Buffer& buffer);
   // Frees the memory of a buffer that was fetched and not changed.
   void let_go(Buffer& buffer);

@@ -208,6 +208,12 @@ bool ShardedInit::in_file(const at::Tensor& tensor) const {
   return holds(tensor) && state_->of(tensor).file;
 }
 
+FileValues ShardedInit::file_of(const at::Tensor& tensor) const {
+  FileValues found = state_->of(tensor).file.value();
+  found.offset += tensor.storage_offset() * static_cast<int64_t>(c10::elementSize(found.dtype));
+  return found;
+}
+
 void ShardedInit::read(const at::Tensor& tensor, int64_t begin, const at::Tensor& to) const {
   Impl::read_file(state_->of(tensor), tensor.storage_offset() + begin, to.numel(), at::kFloat,
                   to.data_ptr());

@@ -11,6 +11,7 @@
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
+#include "src/ckpt/weights_file.h"
 #include "src/device/host_kernels.h"
 #include "src/device/torch_compat.h"
 #include "src/engine/model/blueprint.h"
@@ -30,6 +31,22 @@ bool is_tile(const exec::Slot& slot, const ModelTree& tree) {
 bool in_files(const exec::Flat& flat, const ModelTree& tree) {
   return tree.init && std::all_of(flat.slots.begin(), flat.slots.end(),
                                   [&](const auto& slot) { return tree.init->in_file(slot.param); });
+}
+
+// Returns the bytes of the flat's values in users' files if the values can stay there: if all of
+// them are in files, in their resting dtype and whole. Otherwise returns nothing. The result is the
+// same on every rank.
+std::vector<mem::FilePart> parts_in_files(const exec::Flat& flat, const ModelTree& tree) {
+  std::vector<mem::FilePart> parts;
+  if (flat.trainable || flat.placement.is_sharded() || !in_files(flat, tree)) return parts;
+  const int64_t size = flat.element_bytes();
+  for (const exec::Slot& slot : flat.slots) {
+    const FileValues from = tree.init->file_of(slot.param);
+    if (from.dtype != device::scalar_type(flat.dtype) || is_tile(slot, tree)) return {};
+    parts.push_back(
+        WeightsFile::part(from.file, from.offset, slot.numel * size, slot.offset * size));
+  }
+  return parts;
 }
 
 // Reads the values of a slot from a file, but only values in the ranges `kept` of the flat.
@@ -101,6 +118,27 @@ void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes, c
   own_storage(param, dtype, sizes, where);
 }
 
+// Gives the parameter a window without memory.
+void give_window(exec::Slot& slot, Dtype dtype, const ModelTree& tree) {
+  const c10::Device where = tree.device.value_or(slot.param.device());
+  if (is_tile(slot, tree)) {
+    // The memory belongs to the user's parameter, which may have views.
+    own_storage(slot.param, dtype, slot.sizes, where);
+  } else {
+    take_storage(slot.param, dtype, slot.sizes, where);
+  }
+  slot.window = slot.param.storage();
+}
+
+// Gives the parameters of a flat that rests in users' files their windows.
+void take_from_files(exec::Flat& flat, const ModelTree& tree) {
+  for (exec::Slot& slot : flat.slots) {
+    tree.init->drop(slot.param);
+    give_window(slot, flat.dtype, tree);
+  }
+  flat.detach();
+}
+
 // A value that is not finite would make its whole block NaN on a lossy wire.
 void refuse_nonfinite(const exec::Flat& flat, const at::Tensor& values) {
   const int64_t bad =
@@ -126,7 +164,9 @@ Adoption::~Adoption() {
   tiers_.close_disk();
 }
 
-void Adoption::claim(const Config& config, const ModelDesc& model, bool external_optimizer) {
+void Adoption::claim(const ModelTree& tree, const Config& config, const ModelDesc& model,
+                     bool external_optimizer) {
+  leave_in_files(tree);
   std::exception_ptr error;
   std::string mine;
   try {
@@ -143,6 +183,17 @@ void Adoption::claim(const Config& config, const ModelDesc& model, bool external
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     if (texts[rank].empty()) continue;
     throw RuntimeFault(concat("[engine::initialize] rank ", rank, " failed with: ", texts[rank]));
+  }
+}
+
+void Adoption::leave_in_files(const ModelTree& tree) {
+  const Table& table = executor_.table();
+  const Placement& rest = table.at(Role::kParam, Phase::kRest);
+  if (rest.tier != Tier::kDisk || table.wires.param.lossy()) return;
+  for (exec::UnitState& unit : executor_.units()) {
+    for (exec::Flat& flat : unit.flats) {
+      if (table.dtype_in(rest, flat.dtype) == flat.dtype) flat.files = parts_in_files(flat, tree);
+    }
   }
 }
 
@@ -182,8 +233,13 @@ void Adoption::take(const ModelTree& tree, const Config& config,
   size_t number = 0;
   for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
     for (const exec::Part& part : executor_.units()[unit].parts()) {
+      const bool is_narrow = narrow[number++] == '1';
+      if (!part.flat->files.empty()) {
+        take_from_files(*part.flat, tree);
+        continue;
+      }
       const std::string label = concat("initial u", unit, ".", part.flat->number);
-      const at::Tensor values = take_values(part, label, tree, narrow[number++] == '1');
+      const at::Tensor values = take_values(part, label, tree, is_narrow);
       const TableWires& wires = executor_.table().wires;
       if (wires.param.lossy() || (wires.publish.lossy() && part.flat->trainable)) {
         refuse_nonfinite(*part.flat, values);
@@ -248,7 +304,6 @@ at::Tensor Adoption::take_values(const exec::Part& part, const std::string& labe
   const auto kept = read && part.here ? executor_.values().kept(flat)
                                       : std::vector<std::pair<int64_t, int64_t>>();
   for (exec::Slot& slot : flat.slots) {
-    const c10::Device where = tree.device.value_or(slot.param.device());
     if (read) {
       read_kept(slot, kept, *tree.init, full);
       if (!is_tile(slot, tree)) tree.init->drop(slot.param);
@@ -257,13 +312,7 @@ at::Tensor Adoption::take_values(const exec::Part& part, const std::string& labe
       if (slot.is_cut()) initial = cut_values(slot, initial, label);
       full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
     }
-    if (is_tile(slot, tree)) {
-      // The memory belongs to the user's parameter, which may have views.
-      own_storage(slot.param, flat.dtype, slot.sizes, where);
-    } else {
-      take_storage(slot.param, flat.dtype, slot.sizes, where);
-    }
-    slot.window = slot.param.storage();
+    give_window(slot, flat.dtype, tree);
   }
   if (!cut && !read) {  // cut parameters were broadcast one by one
     at::Tensor sent = narrow ? full.to(device::scalar_type(flat.dtype)) : full;

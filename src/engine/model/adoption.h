@@ -41,7 +41,9 @@ class Adoption {
 
   // [all ranks] Reserves room for all resting copies before any data moves. If one rank has no
   // room, throws ConfigError or RuntimeFault on all ranks. The text names that rank.
-  void claim(const Config& config, const ModelDesc& model, bool external_optimizer);
+  // Frozen parameters that rest on disk and are in users' files with the same dtype stay there.
+  void claim(const ModelTree& tree, const Config& config, const ModelDesc& model,
+             bool external_optimizer);
   // [all ranks] Stores rank 0's values of parameters and buffers on every rank, and casts buffers
   // (see buffer_dtype()). The parameters in `tiled` lose their memory, because their tiles have the
   // values.
@@ -50,6 +52,7 @@ class Adoption {
   void commit() { committed_ = true; }
 
  private:
+  void leave_in_files(const ModelTree& tree);
   void claim_here(const Config& config, const ModelDesc& model, bool external_optimizer);
   void check_moments(const Config& config, bool external_optimizer) const;
   std::string narrow_flats();

@@ -77,7 +77,7 @@ TEST(Adoption, WhatIsNotCommittedLetsTheModelGo) {
   Rank rank(R"({"strategy": "zero1", "offload": {"optimizer": "disk"}})", Group::alone());
   {
     Adoption adoption(*rank.executor, rank.tiers);
-    adoption.claim(rank.config, rank.model, false);
+    adoption.claim(rank.tree, rank.config, rank.model, false);
     adoption.take(rank.tree, rank.config, {});
     EXPECT_FLOAT_EQ(rank.sum(1), 15.0F);
     EXPECT_TRUE(rank.tiers.disk.has_value());
@@ -95,7 +95,7 @@ TEST(Adoption, BeforeAnythingIsTakenTheModelKeepsItsOwnMemory) {
   Rank rank(R"({"strategy": "ddp"})", Group::alone());
   {
     Adoption adoption(*rank.executor, rank.tiers);
-    adoption.claim(rank.config, rank.model, false);
+    adoption.claim(rank.tree, rank.config, rank.model, false);
   }
   EXPECT_FLOAT_EQ(rank.sum(0), 15.0F);
 }
@@ -105,7 +105,7 @@ TEST(Adoption, WhatIsCommittedHasTheValuesOfRankZeroEverywhere) {
     Rank rank(R"({"strategy": "zero1"})", group);
     {
       Adoption adoption(*rank.executor, rank.tiers);
-      adoption.claim(rank.config, rank.model, false);
+      adoption.claim(rank.tree, rank.config, rank.model, false);
       adoption.take(rank.tree, rank.config, {});
       adoption.commit();
     }
@@ -121,7 +121,7 @@ TEST(Adoption, CastsBuffersUntilItIsUndone) {
   const at::ScalarType expected[] = {at::kFloat, at::kBFloat16, at::kHalf};
   {
     Adoption adoption(*rank.executor, rank.tiers);
-    adoption.claim(rank.config, rank.model, false);
+    adoption.claim(rank.tree, rank.config, rank.model, false);
     adoption.take(rank.tree, rank.config, {});
     for (size_t i = 0; i < 3; ++i) {
       EXPECT_EQ(rank.tree.buffers[i].buffer.scalar_type(), expected[i]);
@@ -149,7 +149,7 @@ TEST(Adoption, ARankWithoutRoomEndsAllOfThem) {
                                                      "moments_dtype": "bf16"}})",
               group);
     Adoption adoption(*rank.executor, rank.tiers);
-    adoption.claim(rank.config, rank.model, /*external_optimizer=*/group->rank() == 1);
+    adoption.claim(rank.tree, rank.config, rank.model, /*external_optimizer=*/group->rank() == 1);
   });
   EXPECT_NE(errors[1].find("an optimizer of your own"), std::string::npos) << errors[1];
   EXPECT_NE(errors[0].find("rank 1 failed with: "), std::string::npos) << errors[0];

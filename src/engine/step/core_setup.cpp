@@ -298,7 +298,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   if (!tiers.computes.is_host()) stream = tiers.computes.current();
   if (local) outer.emplace(std::move(nodes), config.comm, *executor, tiers, group->rank());
   engine::Adoption adoption(*executor, tiers, group->rank(), outer ? outer->broadcasts() : nullptr);
-  adoption.claim(config, model, external_optimizer);
+  adoption.claim(blueprint.split.tree, config, model, external_optimizer);
   if (outer) outer->claim();
   adoption.take(blueprint.split.tree, config, tiled->all());
   tiled->let_wholes_go();
