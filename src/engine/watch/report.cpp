@@ -101,8 +101,14 @@ std::string Report::explain() const {
                            state_->executor->table().text(), "\nunits\n");
   for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
     out += concat("u", unit, " ", state_->unit_names[unit]);
-    for (const FlatDesc& flat : state_->model.units[unit].flats) {
-      out += concat(" ", flat.numel, " ", dtype_name(flat.dtype), flat.trainable ? "" : " frozen");
+    const std::vector<exec::Flat>& here = state_->executor->units()[unit].flats;
+    const std::vector<FlatDesc>& flats = state_->model.units[unit].flats;
+    for (const FlatDesc& flat : flats) {
+      const auto at = static_cast<size_t>(&flat - flats.data());
+      const bool in_files =
+          at < here.size() && mem::Disk::is_read_only(here[at].rest().one().offset);
+      out += concat(" ", flat.numel, " ", dtype_name(flat.dtype), flat.trainable ? "" : " frozen",
+                    in_files ? " in the files of init()" : "");
       const std::string place = flat.placement.text();
       if (!place.empty()) out += concat(" (", place, ")");
     }
