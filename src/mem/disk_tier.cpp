@@ -228,8 +228,9 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   stalled = false;
   changed.notify_all();
   const int64_t left = request.whole.bytes - request.moved;
-  // The rest begins at a whole block, as O_DIRECT requires.
-  const int64_t whole = result < left ? result / kBlockBytes * kBlockBytes : left;
+  // In swap files the rest begins at a whole block, as O_DIRECT requires.
+  const int64_t unit = request.io == io.get() ? kBlockBytes : 1;
+  const int64_t whole = result < left ? result / unit * unit : left;
   if (whole > 0) request.moved += whole;
   request.tries = whole > 0 ? 0 : request.tries + 1;
   std::string error = problem(request, result);
@@ -336,6 +337,11 @@ void Disk::allocate() {
 }
 
 int64_t Disk::adopt(std::vector<FilePart> parts) {
+  int64_t end = 0;
+  for (const FilePart& part : parts) {
+    PENSTOCK_ASSERT(part.at >= end, "[mem::Disk] parts of files overlap or are not in order");
+    end = part.at + part.bytes;
+  }
   const std::lock_guard lock(impl_->mutex);
   if (!impl_->file_io) impl_->file_io = BlockIo::threads(kFileThreads);
   impl_->adopted.push_back(std::move(parts));

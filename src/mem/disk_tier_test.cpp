@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -10,10 +13,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <functional>
 #include <future>
 #include <iterator>
+#include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -71,6 +78,69 @@ std::string error_of(const std::function<void()>& action) {
     return error.what();
   }
   return "";
+}
+
+// A file with a pattern, like those that users give the disk to read.
+class UsersFile {
+ public:
+  UsersFile(const std::string& path, int64_t bytes) : path(path) {
+    for (int64_t i = 0; i < bytes; ++i) text += static_cast<char>(i * 11 + i / 251);
+    std::ofstream(path) << text;
+    file = std::shared_ptr<int>(new int(open(path.c_str(), O_RDONLY)), [](const int* one) {
+      close(*one);
+      delete one;
+    });
+  }
+  FilePart part(int64_t offset, int64_t bytes, int64_t at) const {
+    return {path, file, *file, offset, bytes, at, check};
+  }
+
+  const std::string path;
+  std::string text;
+  std::shared_ptr<int> file;
+  std::function<void()> check = [] {};
+};
+
+TEST_F(DiskTest, ReadsUsersFilesAtAnyOffset) {
+  const UsersFile one(folder_ + "/one", 300'000), two(folder_ + "/two", 70'001);
+  Disk disk(options(2));
+  disk.claim(10 * kBlockBytes);
+  const int64_t bytes = 60 * kBlockBytes;
+  const int64_t other = disk.adopt({two.part(0, 10, 0)});
+  const int64_t offset = disk.adopt(
+      {one.part(3, 150'001, 64), two.part(1, 70'000, 150'100), two.part(69'999, 2, bytes - 5'000)});
+  EXPECT_TRUE(Disk::is_read_only(offset) && Disk::is_read_only(other));
+  EXPECT_FALSE(Disk::is_read_only(0) || Disk::is_read_only(-1));
+  std::string expected(static_cast<size_t>(bytes), '\0');
+  expected.replace(64, 150'001, one.text, 3, 150'001);
+  expected.replace(150'100, 70'000, two.text, 1, 70'000);
+  expected.replace(static_cast<size_t>(bytes - 5'000), 2, two.text, 69'999, 2);
+  for (const auto& [first, count] : {std::pair{0, 60}, {0, 1}, {36, 1}, {37, 13}, {57, 3}}) {
+    Block block(count * kBlockBytes, 5);
+    disk.wait(disk.read(offset + first * kBlockBytes, block.data(), count * kBlockBytes));
+    EXPECT_EQ(std::string_view(block.data(), count * kBlockBytes),
+              std::string_view(expected).substr(first * kBlockBytes, count * kBlockBytes))
+        << first;
+  }
+  Block block(kBlockBytes, 5);
+  disk.wait(disk.read(other, block.data(), 10));
+  EXPECT_EQ(std::string_view(block.data(), 11), two.text.substr(0, 10) + '\0');
+  EXPECT_EQ(disk.bytes_written(), 0);
+  for (const UsersFile* file : {&one, &two}) std::filesystem::remove(file->path);
+}
+
+TEST_F(DiskTest, SaysWhatIsWrongWithAUsersFile) {
+  UsersFile file(folder_ + "/one", 100'000);
+  Disk disk(options());
+  Block block(200'000);
+  const int64_t longer = disk.adopt({file.part(50'000, 60'000, 0)});
+  const std::string ended = error_of([&] { disk.wait(disk.read(longer, block.data(), 60'000)); });
+  EXPECT_NE(ended.find("/one\" reached the end of the file after"), std::string::npos) << ended;
+  file.check = [] { throw RuntimeFault("changed"); };
+  const int64_t changed = disk.adopt({file.part(0, 10, 0), file.part(10, 10, 10)});
+  EXPECT_EQ(error_of([&] { disk.read(changed, block.data(), 20); }), "changed");
+  disk.wait_for_all();  // no request of that read is left
+  std::filesystem::remove(file.path);
 }
 
 TEST_F(DiskTest, GivesBackWhatWasWrittenWhateverTheSize) {

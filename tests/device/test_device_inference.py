@@ -8,6 +8,7 @@ from typing import Any
 import on_device
 import pytest
 import test_inference as inference
+import test_rest_in_files as rest_in_files
 import torch
 
 pytestmark = pytest.mark.timeout(480)
@@ -36,6 +37,19 @@ def test_generates(family, place, mode, device_pools, tmp_path):
     for told in device_pools(world).run(generates, family, place, mode, str(tmp_path), timeout=200):
         assert told["same"]
         assert told["forwards"][0] == told["forwards"][1]
+
+
+def runs_from_files(path: str, table: dict[str, Any]) -> dict[str, Any]:
+    on_device.schedule(3)
+    return rest_in_files.runs(path, table, on_device.device())
+
+
+@pytest.mark.parametrize("table", ["alone", "zero3", "hpz", "P2"])
+def test_runs_from_the_files(table, device_pools, tmp_path):
+    world, config = rest_in_files.TABLES[table]
+    for told in device_pools(world).run(runs_from_files, str(tmp_path), config, timeout=200):
+        assert told["same"] and told["state"] and told["closed"] and told["kept"], told
+        assert told["units"] > 0 and told["written"] == 0, told
 
 
 def trained(place: str, path: str, mode: str) -> list[torch.Tensor]:

@@ -59,11 +59,11 @@ def start(folder: str, model: nn.Module, **more: Any) -> Any:
 
 
 def text(model: Any, new: int = 4) -> torch.Tensor:
-    ids = torch.arange(1, 11).view(2, 5)
+    ids = torch.arange(1, 11, device=next(model.parameters()).device).view(2, 5)
     made: torch.Tensor = model.generate(
         ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
     )
-    return made
+    return made.cpu()
 
 
 def written(engine: Any) -> int:
@@ -89,8 +89,8 @@ TABLES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def runs(folder: str, table: dict[str, Any]) -> dict[str, Any]:
-    plain = files(folder)
+def runs(folder: str, table: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    plain = files(folder).to(device)
     before = prints(folder)
     engine = start(folder, from_files(folder), **table)
     told: dict[str, Any] = {
@@ -101,10 +101,12 @@ def runs(folder: str, table: dict[str, Any]) -> dict[str, Any]:
     with engine.inference("resident"):
         told["same"] &= torch.equal(text(engine.module), text(plain))
     state = engine.state_dict(rank0_only=False)
-    told["state"] = all(torch.equal(state[n], v) for n, v in plain.state_dict().items())
+    told["state"] = all(torch.equal(state[n], v.cpu()) for n, v in plain.state_dict().items())
     model = engine.module
     engine.close()
-    told["closed"] = all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
+    told["closed"] = all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
     told["kept"] = prints(folder) == before
     return told
 
