@@ -1,14 +1,20 @@
 """Text from a model that memory does not hold: Penstock with parameters on disk beside accelerate's
-disk map, under one limit of memory.
+disk map and llama.cpp's mmap, under one limit of memory.
 
     python benchmarks/inference.py [--width 2048 --layers 22] [--limit-mib 1500]
         [--batches 1 16 64] [--new 8] [--rounds 3] [--path FOLDER] [--json FILE]
+        [--llama-python PYTHON]
 
 The model is a Llama with random bf16 weights, in safetensors files that are written first. Each try
 is a fresh process that loads the files and generates `--new` tokens greedily after a prompt of 16,
 for every batch size: once untimed, then timed. One forward runs per new token, so without a limit
 of compute a token of the whole batch takes as long as reading the model once. The tries of a round
 take turns. `fio` reads as many bytes in the same round, with O_DIRECT: the limit.
+
+Penstock runs in two ways: "penstock" loads with from_pretrained() and copies the weights to its
+swap file, "penstock files" leaves them in the safetensors files (`penstock.init(weights=...)`).
+llama.cpp runs if `--llama-python` is a Python that has llama-cpp-python and gguf; it gets the same
+weights, in a GGUF file.
 
 The limit of memory is a memory cgroup (version 1, needs root) that also counts the page cache, so
 no contestant keeps the files in memory. Without it, the benchmark refuses to run.
@@ -33,7 +39,9 @@ from measure import machine, write_json
 
 CGROUP = pathlib.Path("/sys/fs/cgroup/memory/penstock-inference")
 PROMPT = 16
-CONTESTANTS = ("penstock", "accelerate")
+RUNS = ("penstock files", "accelerate", "llama.cpp", "penstock")
+PROMPTS = "prompts.json"
+LLAMA = pathlib.Path(__file__).with_name("llama_cpp_run.py")
 
 
 def config_of(options: argparse.Namespace) -> Any:
@@ -71,6 +79,12 @@ def penstock_model(options: argparse.Namespace) -> Any:
 
     with penstock.init(path=options.path):
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    return started(model, options)
+
+
+def started(model: Any, options: argparse.Namespace) -> Any:
+    import penstock  # noqa: PLC0415
+
     return penstock.initialize(
         model,
         inference=True,
@@ -79,6 +93,18 @@ def penstock_model(options: argparse.Namespace) -> Any:
         offload={"params": "disk", "path": options.path},
         prefetch_bytes=options.prefetch_mib << 20,
     )
+
+
+def penstock_files_model(options: argparse.Namespace) -> Any:
+    from accelerate import init_empty_weights  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    import penstock  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(options.model)
+    with penstock.init(weights=options.model), init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return started(model, options)
 
 
 def accelerate_model(options: argparse.Namespace) -> Any:
@@ -98,11 +124,14 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
-def generate(model: Any, batch: int, new: int) -> torch.Tensor:
+def prompts(batch: int) -> torch.Tensor:
     torch.manual_seed(1)
-    ids = torch.randint(3, 32000, (batch, PROMPT))
+    return torch.randint(3, 32000, (batch, PROMPT))
+
+
+def generate(model: Any, batch: int, new: int) -> torch.Tensor:
     made: torch.Tensor = model.generate(
-        ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+        prompts(batch), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
     )
     return made[:, PROMPT:]
 
@@ -111,7 +140,7 @@ def run_try(options: argparse.Namespace) -> None:
     (CGROUP / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     begin = time.perf_counter()
-    model = {"penstock": penstock_model, "accelerate": accelerate_model}[options.run](options)
+    model = MODELS[options.run](options)
     told: dict[str, Any] = {"load_s": time.perf_counter() - begin, "batches": {}}
     for batch in options.batches:
         generate(model, batch, 1)
@@ -127,13 +156,23 @@ def run_try(options: argparse.Namespace) -> None:
     write_json(options.result, told)
 
 
+MODELS = {
+    "penstock": penstock_model,
+    "penstock files": penstock_files_model,
+    "accelerate": accelerate_model,
+}
+
 # ---- the parent
 
 
 def limited(options: argparse.Namespace, run: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         result = pathlib.Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--run", run, "--result", str(result)]
+        command = [sys.executable, __file__]
+        if run == "llama.cpp":
+            command = [options.llama_python, str(LLAMA)]
+            command += ["--prompts", str(pathlib.Path(options.model) / PROMPTS)]
+        command += ["--run", run, "--result", str(result)]
         command += ["--path", folder, "--model", str(options.model), "--new", str(options.new)]
         command += ["--prefetch-mib", str(options.prefetch_mib), "--batches"]
         command += [str(one) for one in options.batches]
@@ -165,10 +204,16 @@ def parent(options: argparse.Namespace) -> None:
             command = [sys.executable, __file__, "--run", "write", "--model", folder]
             command += ["--width", str(options.width), "--layers", str(options.layers)]
             subprocess.run(command, check=True)
+            if options.llama_python:
+                command = [options.llama_python, str(LLAMA), "--run", "write", "--model", folder]
+                subprocess.run(command, check=True)
+                given = {str(batch): prompts(batch).tolist() for batch in options.batches}
+                write_json(str(pathlib.Path(folder) / PROMPTS), given)
             size = sum(one.stat().st_size for one in pathlib.Path(folder).glob("*.safetensors"))
             rounds = []
             for number in range(options.rounds):
-                names = CONTESTANTS[number % 2 :] + CONTESTANTS[: number % 2]
+                names = contestants(options)
+                names = names[number % len(names) :] + names[: number % len(names)]
                 one: dict[str, Any] = {"fio_gb_per_s": fio_gb_per_s(options, size)}
                 one |= {name: limited(options, name) for name in names}
                 rounds.append(one)
@@ -180,12 +225,16 @@ def parent(options: argparse.Namespace) -> None:
         write_json(options.json, {"machine": machine(), "model_bytes": size, "rounds": rounds})
 
 
+def contestants(options: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(name for name in RUNS if name != "llama.cpp" or options.llama_python)
+
+
 def tell(options: argparse.Namespace, size: int, rounds: list[dict[str, Any]]) -> None:
     fio = statistics.median(one["fio_gb_per_s"] for one in rounds)
     print(f"\nmodel {size / 1e9:.2f} GB, limit {options.limit_mib} MiB, fio {fio:.2f} GB/s")
     print("| contestant | batch | s per forward | tokens/s | GB read per forward | of fio |")
     print("|---|---|---|---|---|---|")
-    for name in CONTESTANTS:
+    for name in contestants(options):
         good = [one for one in rounds if "batches" in one[name]]
         if not good:
             print(f"| {name} | | failed: {rounds[0][name]['failed']} |")
@@ -201,13 +250,14 @@ def tell(options: argparse.Namespace, size: int, rounds: list[dict[str, Any]]) -
                 for one in good
             )
             print(f"| {name} | {batch} | {seconds:.3f} | {tokens:.2f} | {read:.2f} | {share:.2f} |")
-    both = [one for one in rounds if all("batches" in one[name] for name in CONTESTANTS)]
-    for batch in map(str, options.batches) if both else ():
-        ours, theirs = ([one[name]["batches"][batch] for one in both] for name in CONTESTANTS)
-        ratios = [b["pass_s"] / a["pass_s"] for a, b in zip(ours, theirs, strict=True)]
-        same = all(a["first"] == b["first"] for a, b in zip(ours, theirs, strict=True))
-        print(f"batch {batch}: {statistics.median(ratios):.2f} times accelerate "
-              f"({min(ratios):.2f}-{max(ratios):.2f}), same tokens: {same}")  # fmt: skip
+    for name in contestants(options)[1:]:
+        both = [one for one in rounds if "batches" in one[RUNS[0]] and "batches" in one[name]]
+        for batch in map(str, options.batches) if both else ():
+            ours, theirs = ([one[run]["batches"][batch] for one in both] for run in (RUNS[0], name))
+            ratios = [b["pass_s"] / a["pass_s"] for a, b in zip(ours, theirs, strict=True)]
+            same = all(a["first"] == b["first"] for a, b in zip(ours, theirs, strict=True))
+            print(f"batch {batch}: {RUNS[0]} is {statistics.median(ratios):.2f} times {name} "
+                  f"({min(ratios):.2f}-{max(ratios):.2f}), same tokens: {same}")  # fmt: skip
 
 
 def main() -> None:
@@ -217,7 +267,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--limit-mib", type=int, default=1500)
-    parser.add_argument("--prefetch-mib", type=int, default=64)
+    parser.add_argument("--prefetch-mib", type=int, default=256)
+    parser.add_argument("--llama-python", default="")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)

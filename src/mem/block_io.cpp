@@ -3,9 +3,12 @@
 #include <liburing.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <condition_variable>
+#include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <mutex>
 #include <thread>
@@ -43,6 +46,33 @@ class WaitingRequest {
   size_t last_ = 1;                                 // kind taken last
 };
 
+// Reads at any offset into any memory, through aligned memory. The result is that of pread().
+class AnyRead {
+ public:
+  ssize_t operator()(const BlockRequest& request) {
+    const int64_t begin = request.offset / kBlockBytes * kBlockBytes;
+    const int64_t bytes = block_padded(request.offset + request.bytes - begin);
+    if (bytes > room_) {
+      memory_.reset(std::aligned_alloc(kBlockBytes, static_cast<size_t>(bytes)));
+      room_ = memory_ ? bytes : 0;
+      if (!memory_) return errno = ENOMEM, -1;
+    }
+    const ssize_t moved = pread(request.file, memory_.get(), static_cast<size_t>(bytes), begin);
+    if (moved < 0) return moved;
+    const int64_t found = std::clamp(begin + moved - request.offset, int64_t{0}, request.bytes);
+    std::memcpy(request.data, static_cast<char*>(memory_.get()) + (request.offset - begin),
+                static_cast<size_t>(found));
+    return found;
+  }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  int64_t room_ = 0;
+};
+
 class ThreadIo final : public BlockIo {
  public:
   explicit ThreadIo(int num_threads) {
@@ -67,6 +97,7 @@ class ThreadIo final : public BlockIo {
 
  private:
   void run() {
+    AnyRead read_any;
     while (true) {
       BlockRequest request;
       {
@@ -76,9 +107,10 @@ class ThreadIo final : public BlockIo {
         request = waiting_.take();
       }
       const auto bytes = static_cast<size_t>(request.bytes);
-      const ssize_t moved = request.write
-                                ? pwrite(request.file, request.data, bytes, request.offset)
-                                : pread(request.file, request.data, bytes, request.offset);
+      const ssize_t moved =
+          request.write     ? pwrite(request.file, request.data, bytes, request.offset)
+          : request.through ? read_any(request)
+                            : pread(request.file, request.data, bytes, request.offset);
       const int64_t result = moved < 0 ? -errno : moved;
       {
         const std::lock_guard lock(mutex_);

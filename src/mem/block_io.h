@@ -1,5 +1,6 @@
 #pragma once
-// BlockIo: asynchronous reads and writes of aligned blocks, on io_uring or on threads.
+// BlockIo: asynchronous reads and writes of aligned blocks, on io_uring or on threads. Threads also
+// read bytes at any offset.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -19,6 +20,7 @@ struct BlockRequest {
   // Called once, on a thread of the BlockIo, with -errno or with the number of bytes moved, which
   // may be smaller than `bytes`. `done` may call submit().
   std::function<void(int64_t)> done;
+  bool through = false;  // a read at any offset and address, through aligned memory; threads only
 };
 
 // Any thread may submit. The destructor blocks until all requests have ended, without a time limit.

@@ -1,5 +1,9 @@
 #include "src/mem/disk_tier.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -15,6 +19,7 @@
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/mem/available_memory.h"
 #include "src/mem/keep_until_exit.h"
 #include "src/mem/swap_file.h"
 
@@ -79,6 +84,7 @@ struct Disk::Impl {
   explicit Impl(const DiskOptions& options);
   DiskTicket start(bool write, int64_t offset, char* data, int64_t bytes);
   DiskTicket read_files(int64_t offset, char* data, int64_t bytes);
+  void choose_cache();
   // Requires the mutex.
   Request* add(const std::shared_ptr<DiskTicket::Impl>& ticket, BlockRequest whole,
                std::string place);
@@ -91,6 +97,9 @@ struct Disk::Impl {
 
   const DiskOptions options;
   std::vector<SwapFile> files;
+  // Descriptors of users' files that bypass the page cache, by FilePart::file. Guarded by mutex.
+  std::map<int, std::shared_ptr<const int>> around_cache;
+  bool chosen = false;                        // guarded by mutex; whether `around_cache` is set
   std::deque<std::vector<FilePart>> adopted;  // guarded by mutex; extents of users' files
   int64_t reserved = 0;
   int64_t claimed = 0;  // bytes of each file
@@ -180,11 +189,41 @@ Disk::Impl::Request* Disk::Impl::add(const std::shared_ptr<DiskTicket::Impl>& ti
   return &request;
 }
 
+// Returns a descriptor that bypasses the page cache, or null if the file system has none.
+std::shared_ptr<const int> reopened(int file) {
+  const int direct =
+      ::open(concat("/proc/self/fd/", file).c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+  if (direct < 0) return nullptr;
+  return {new int(direct), [](const int* one) {
+            ::close(*one);
+            delete one;
+          }};
+}
+
+// Call with the mutex held.
+void Disk::Impl::choose_cache() {
+  if (std::exchange(chosen, true)) return;
+  std::map<int, int64_t> sizes;
+  for (const std::vector<FilePart>& extent : adopted) {
+    for (const FilePart& part : extent) {
+      struct stat found{};
+      if (::fstat(part.file, &found) == 0) sizes[part.file] = found.st_size;
+    }
+  }
+  int64_t sum = 0;
+  for (const auto& [file, size] : sizes) sum += size;
+  if (options.cache_files.value_or(sum <= free_host_bytes() / 2)) return;
+  for (const auto& [file, size] : sizes) {
+    if (auto direct = reopened(file)) around_cache.emplace(file, std::move(direct));
+  }
+}
+
 DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
   const std::vector<FilePart>* parts = nullptr;
   {
     const std::lock_guard lock(mutex);
     parts = &adopted.at(static_cast<size_t>((offset - kFirstFileExtent) / kExtentBytes));
+    choose_cache();
   }
   for (const FilePart& part : *parts) part.check();  // before any request counts as in flight
   const int64_t begin = (offset - kFirstFileExtent) % kExtentBytes, end = begin + bytes;
@@ -198,12 +237,19 @@ DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
     std::memset(data + (filled - begin), 0, static_cast<size_t>(first - filled));
     filled = last;
     const std::lock_guard lock(mutex);
+    const auto around = around_cache.find(part.file);
+    const bool direct = around != around_cache.end();
     for (int64_t at = first; at < last;) {
       const int64_t size = std::min(last - at, options.stripe_bytes);
-      started.push_back(
-          add(ticket.state_,
-              {part.file, false, data + (at - begin), part.offset + (at - part.at), size, {}},
-              concat("\"", part.path, "\"")));
+      started.push_back(add(ticket.state_,
+                            {direct ? *around->second : part.file,
+                             false,
+                             data + (at - begin),
+                             part.offset + (at - part.at),
+                             size,
+                             {},
+                             direct},
+                            concat("\"", part.path, "\"")));
       started.back()->io = file_io.get();
       at += size;
     }
@@ -219,7 +265,7 @@ void Disk::Impl::submit(Request& request) {
   const int64_t moved = request.moved;
   request.io->submit({whole.file, whole.write, whole.data + moved, whole.offset + moved,
                       whole.bytes - moved,
-                      [this, &request](int64_t result) { ended(request, result); }});
+                      [this, &request](int64_t result) { ended(request, result); }, whole.through});
 }
 
 void Disk::Impl::ended(Request& request, int64_t result) {

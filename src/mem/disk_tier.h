@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,7 @@ struct DiskOptions {
   bool checksums = false;                     // checks that reads return the bytes written before
   std::shared_ptr<trace::Recorder> recorder;  // records reads and writes; null: none
   std::function<std::unique_ptr<BlockIo>()> make_io;  // for tests; default BlockIo::best()
+  std::optional<bool> cache_files;                    // for tests; default: whether there is room
 };
 
 // Bytes of a user's file. They are at `at` in their extent.
@@ -69,7 +71,8 @@ class Disk {
 
   // Makes an extent of parts of users' files, and returns its offset. The parts are in order and do
   // not overlap. The bytes between them, and those after the last one, read as zeros. The files are
-  // read through the page cache, which keeps what fits.
+  // read through the page cache if it has room for all of them, else around it: in turn, each part
+  // would drive out the parts that come next.
   int64_t adopt(std::vector<FilePart> parts);
   // Returns whether the offset is in an extent of adopt(), to which write() may not be called.
   static bool is_read_only(int64_t offset);

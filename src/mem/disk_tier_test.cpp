@@ -101,7 +101,17 @@ class UsersFile {
   std::function<void()> check = [] {};
 };
 
-TEST_F(DiskTest, ReadsUsersFilesAtAnyOffset) {
+class UsersFileTest : public DiskTest, public testing::WithParamInterface<bool> {
+ protected:
+  DiskOptions options(int num_paths = 1) const {
+    DiskOptions found = DiskTest::options(num_paths);
+    found.cache_files = GetParam();
+    return found;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Cached, UsersFileTest, testing::Bool());
+
+TEST_P(UsersFileTest, ReadsAtAnyOffset) {
   const UsersFile one(folder_ + "/one", 300'000), two(folder_ + "/two", 70'001);
   Disk disk(options(2));
   disk.claim(10 * kBlockBytes);
@@ -129,7 +139,7 @@ TEST_F(DiskTest, ReadsUsersFilesAtAnyOffset) {
   for (const UsersFile* file : {&one, &two}) std::filesystem::remove(file->path);
 }
 
-TEST_F(DiskTest, SaysWhatIsWrongWithAUsersFile) {
+TEST_P(UsersFileTest, SaysWhatIsWrong) {
   UsersFile file(folder_ + "/one", 100'000);
   Disk disk(options());
   Block block(200'000);
