@@ -63,8 +63,10 @@ def _numel(shape: list[int]) -> int:
 
 
 def in_pairs(values: Any, heads: int) -> Any:
-    """Reorders the rows of a projection: llama.cpp rotates neighbouring rows of a head, torch models
-    rows that are half a head apart."""
+    """Reorders the rows of a projection.
+
+    llama.cpp rotates neighbouring rows of a head, transformers rows that are half a head apart.
+    """
     rows, width = values.shape
     return values.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 

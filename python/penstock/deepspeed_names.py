@@ -69,7 +69,6 @@ _INSTEAD = {
     "deepspeed.runtime.progressive_layer_drop": _REMOVED,
     "deepspeed.runtime.quantize": _REMOVED,
     "deepspeed.runtime.domino": "mesh.tensor cuts layers over ranks (docs/parallel.md)",
-    "deepspeed.runtime.hybrid_engine": "engine.module.generate() works under every strategy",
     "deepspeed.runtime.model_checkpointing": "engine.save_checkpoint() writes in parallel",
     "deepspeed.runtime.pipe": "PipelineModule and engine.train_batch() run the stages",
     "deepspeed.runtime.rollout": "engine.module.generate() works under every strategy",

@@ -26,7 +26,7 @@ deepspeed.init_inference x(model, dtype=torch.float32).module is model
 deepspeed.tp_model_init ! x(model=model, tp_size=2, dtype=torch.float32)
 deepspeed.set_autotp_mode ! x(training=True)
 deepspeed.PipelineEngine issubclass(x, deepspeed.DeepSpeedEngine)
-deepspeed.DeepSpeedHybridEngine ! x()
+deepspeed.DeepSpeedHybridEngine issubclass(x, deepspeed.DeepSpeedEngine)
 deepspeed.InferenceEngine issubclass(x, torch.nn.Module)
 deepspeed.DeepSpeedTransformerLayer ! x(None)
 deepspeed.log_dist x('text', ranks=[1])
@@ -206,7 +206,7 @@ deepspeed.linear.LoRAConfig ! x()
 deepspeed.ops.transformer.DeepSpeedTransformerLayer ! x(None)
 deepspeed.inference.config.DeepSpeedInferenceConfig ! x()
 deepspeed.inference.engine.InferenceEngine issubclass(x, torch.nn.Module)
-deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine ! x()
+deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine x is deepspeed.DeepSpeedHybridEngine
 deepspeed.runtime.compiler.is_compile_supported x()
 deepspeed.runtime.zero.utils.is_zero_param x(model.weight) is False
 deepspeed.runtime.utils.get_global_norm ! x([])

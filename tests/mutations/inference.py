@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from planted import Mutation, Pytest
+from planted import Mutation, Pytest, gtest
 
 FRONT = "python/penstock/front/inference.py"
 GUARD = "python/penstock/front/forward_guard.py"
 WINDOW = "python/penstock/parallel/pipeline_window.py"
 CACHES = "python/penstock/parallel/stand_in_caches.py"
 HELD = "src/engine/model/held_units.cpp"
+CORE = "src/engine/step/core.cpp"
+DISK = "src/mem/disk_tier.cpp"
+PARAMS = "tests/parity/test_inference_params.py"
+FILES = "tests/parity/test_rest_in_files.py"
 TESTS = "tests/parity/test_inference.py"
 STAGES = "tests/parity/test_inference_stages.py"
 RELAYS = Pytest((STAGES, "-k", "test_pipelines_relay and llama"))
@@ -59,9 +63,59 @@ INFERENCE = [
     Mutation(
         "parameters stay frozen after the engine",
         HELD,
-        "  for (const at::Tensor& param : trained_) param.set_requires_grad(true);\n",
-        "",
+        "FrozenParams::~FrozenParams() { show(true); }\n",
+        "FrozenParams::~FrozenParams() {}\n",
         Pytest((TESTS, "-k", "test_only_runs and alone")),
+    ),
+    Mutation(
+        "torch copies weights for each row of a batch",
+        CORE,
+        "  if (state_->frozen) state_->frozen->show(!grad_enabled);\n",
+        "",
+        Pytest((PARAMS, "-k", "same_products")),
+    ),
+    Mutation(
+        "parameters of an engine for inference train after a forward that failed",
+        CORE,
+        "  if (state_->frozen) state_->frozen->show(false);\n  state_->forward_failed(error);\n",
+        "  state_->forward_failed(error);\n",
+        Pytest((PARAMS, "-k", "test_flags")),
+    ),
+    Mutation(
+        "a file is read after it was changed",
+        DISK,
+        "  for (const FilePart& part : *parts) part.check();",
+        "  ",
+        Pytest((FILES, "-k", "changed_file")),
+    ),
+    Mutation(
+        "the bytes between the parts of files are those of earlier units",
+        DISK,
+        "    std::memset(data + (filled - begin), 0, static_cast<size_t>(first - filled));\n",
+        "",
+        gtest("src/mem/mem_test", "*UsersFile*"),
+    ),
+    Mutation(
+        "an edited parameter is written over the file's extent",
+        "src/mem/disk_traffic.cpp",
+        "  if (Disk::is_read_only(buffer.offset)) "
+        "buffer.offset = tiers_.disk->claim(buffer.bytes());\n",
+        "",
+        Pytest((FILES, "-k", "edits_leave")),
+    ),
+    Mutation(
+        "a rank reads another rank's part of a file",
+        "src/exec/rank.cpp",
+        "    own.back().offset += first - part.at;\n",
+        "",
+        Pytest((FILES, "-k", "runs_from_the_files and zero3")),
+    ),
+    Mutation(
+        "values of another dtype are taken as they are in the file",
+        "src/engine/model/adoption.cpp",
+        "from.dtype != device::scalar_type(flat.dtype) || is_tile(slot, tree)",
+        "is_tile(slot, tree)",
+        Pytest((FILES, "-k", "cannot_stay and dtype")),
     ),
     Mutation(
         "later stages do not count the tokens in a cache",

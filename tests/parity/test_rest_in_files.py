@@ -118,6 +118,30 @@ def test_runs_from_the_files(table, pools, tmp_path):
         assert told["units"] >= (3 if "P2" in table else 7) and told["written"] == 0, told
 
 
+def built_without_values(folder: str) -> dict[str, Any]:
+    from accelerate import init_empty_weights  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    import penstock  # noqa: PLC0415
+
+    plain = files(folder)
+    state = torch.get_rng_state()
+    with penstock.init(timeout_s=20.0, weights=folder), init_empty_weights():
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
+    told = {"drawn": not torch.equal(state, torch.get_rng_state())}
+    engine = start(folder, model)
+    told |= {"same": torch.equal(text(model), text(plain)), "written": written(engine)}
+    engine.close(gather=False)
+    return told
+
+
+def test_built_without_values(pools, tmp_path):
+    for told in pools(2).run(built_without_values, str(tmp_path)):
+        assert told == {"drawn": False, "same": True, "written": 0}
+
+
 # ---- what is copied as before
 
 

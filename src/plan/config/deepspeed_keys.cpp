@@ -223,7 +223,10 @@ constexpr DeepSpeedKey kKeys[] = {
     {"compression_training.*", kRefused, kLater},
     {"weight_quantization.*", kRefused, kLater},
     {"sparse_attention.*", kRefused, kLater},
-    {"hybrid_engine.*", kRefused, "engine.generate() works without it"},
+    {"hybrid_engine.enabled", kTaken,
+     "true: generate() in eval mode gathers sharded parameters once (in deepspeed.initialize())"},
+    {"hybrid_engine.pin_parameters", kTaken, "false: each forward of generate() gathers"},
+    {"hybrid_engine.*", kNoEffect, "the model's own layers generate, with their own cache"},
 };
 
 }  // namespace

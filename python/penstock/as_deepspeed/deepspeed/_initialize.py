@@ -13,7 +13,9 @@ from penstock import ConfigError
 from ._refusal import DeepSpeedRefusal
 from .comm.comm import get_world_size, init_distributed
 from .git_version_info import git_hash, version
+from .runtime.config import as_dict
 from .runtime.engine import DeepSpeedEngine
+from .runtime.hybrid_engine import DeepSpeedHybridEngine
 from .runtime.pipe.engine import PipelineEngine
 from .runtime.pipe.module import PipelineModule
 from .runtime.sequence_parallel.parallel_state_sp import SequenceGrid
@@ -40,7 +42,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
 
     Args:
         args: the script's arguments; `args.deepspeed_config` is the config if no other is given.
-        model: an nn.Module, possibly built in `zero.Init`. A PipelineModule gives a PipelineEngine.
+        model: an nn.Module, possibly built in `zero.Init`. A PipelineModule gives a PipelineEngine;
+            any other gives a DeepSpeedHybridEngine if the config sets `hybrid_engine.enabled`.
         optimizer: a torch optimizer, or a callable that creates one from the parameters; default:
             the config's optimizer.
         model_parameters: parameters or groups for the config's optimizer; default: all trainable.
@@ -67,8 +70,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
     given = _one_config(args, config, config_params)
     if not torch.distributed.is_initialized():
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    engine = kind(
+    engine = _kind(model, given)(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -81,6 +83,14 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
     )
     _say_taken(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _kind(model: torch.nn.Module, config: Any) -> type[DeepSpeedEngine]:
+    if isinstance(model, PipelineModule):
+        return PipelineEngine
+    section = as_dict(config).get("hybrid_engine")
+    hybrid = isinstance(section, Mapping) and section.get("enabled") in (True, 1)
+    return DeepSpeedHybridEngine if hybrid else DeepSpeedEngine
 
 
 def _say_taken(engine: DeepSpeedEngine) -> None:
