@@ -147,8 +147,9 @@ class Flat {
   std::vector<Slot> slots;
   int64_t attached = 0;  // number of attach() calls; selects the values that fingerprints sample
 
-  // The bytes of the whole flat in users' files, if it rests there; else empty.
+  // The bytes of the whole flat in users' files, if it will rest there. Empty after claim_params().
   std::vector<mem::FilePart> files;
+  bool in_files = false;     // rests in users' files until it is first written; equal on all ranks
   std::vector<Copy> params;  // the resting copy first
   std::vector<Copy> grads;   // a copy on disk comes first and keeps its place
   int summed = 1;            // number of ranks whose gradients a `sum` line added up for the next

@@ -124,6 +124,7 @@ void Rank::claim_params(Flat& flat) {
   // Reserves room for all possible copies. Lanes keep a pointer to the resting copy while other
   // copies are added and removed, so the vector must not reallocate.
   flat.params.reserve(4);
+  flat.in_files = !flat.files.empty();
   std::vector<Placement> places = {rest};
   if (held.tier == Tier::kDisk && held != rest) places.push_back(held);
   for (const Placement& place : places) {
@@ -131,8 +132,9 @@ void Rank::claim_params(Flat& flat) {
     copy.place = place;
     copy.valid = place == rest;
     copy.buffers.push_back(buffer_at(place, flat));
-    if (place == rest && !flat.files.empty()) {
+    if (place == rest && flat.in_files) {
       copy.one().offset = tiers.disk->adopt(own_parts(flat, copy.one()));
+      flat.files.clear();  // or the files would stay open after close()
     } else {
       reserve(copy.one());
     }

@@ -47,7 +47,7 @@ class WaitingRequest {
 };
 
 // Reads at any offset into any memory, through aligned memory. The result is that of pread().
-class AnyRead {
+class UnalignedRead {
  public:
   ssize_t operator()(const BlockRequest& request) {
     const int64_t begin = request.offset / kBlockBytes * kBlockBytes;
@@ -55,7 +55,10 @@ class AnyRead {
     if (bytes > room_) {
       memory_.reset(std::aligned_alloc(kBlockBytes, static_cast<size_t>(bytes)));
       room_ = memory_ ? bytes : 0;
-      if (!memory_) return errno = ENOMEM, -1;
+      if (!memory_) {
+        errno = ENOMEM;
+        return -1;
+      }
     }
     const ssize_t moved = pread(request.file, memory_.get(), static_cast<size_t>(bytes), begin);
     if (moved < 0) return moved;
@@ -97,7 +100,7 @@ class ThreadIo final : public BlockIo {
 
  private:
   void run() {
-    AnyRead read_any;
+    UnalignedRead read_unaligned;
     while (true) {
       BlockRequest request;
       {
@@ -108,9 +111,9 @@ class ThreadIo final : public BlockIo {
       }
       const auto bytes = static_cast<size_t>(request.bytes);
       const ssize_t moved =
-          request.write     ? pwrite(request.file, request.data, bytes, request.offset)
-          : request.through ? read_any(request)
-                            : pread(request.file, request.data, bytes, request.offset);
+          request.write        ? pwrite(request.file, request.data, bytes, request.offset)
+          : request.any_offset ? read_unaligned(request)
+                               : pread(request.file, request.data, bytes, request.offset);
       const int64_t result = moved < 0 ? -errno : moved;
       {
         const std::lock_guard lock(mutex_);

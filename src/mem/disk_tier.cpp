@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -68,6 +69,7 @@ struct Disk::Impl {
     std::shared_ptr<DiskTicket::Impl> ticket;
     std::string place;  // the file's name in texts
     BlockIo* io = nullptr;
+    int cached = -1;  // descriptor that goes through the page cache, for a file that bypasses it
     BlockRequest whole;
     int64_t moved = 0;
     int tries = 0;
@@ -84,10 +86,11 @@ struct Disk::Impl {
   explicit Impl(const DiskOptions& options);
   DiskTicket start(bool write, int64_t offset, char* data, int64_t bytes);
   DiskTicket read_files(int64_t offset, char* data, int64_t bytes);
-  void choose_cache();
+  void choose_cache();  // sets around_cache
   // Requires the mutex.
   Request* add(const std::shared_ptr<DiskTicket::Impl>& ticket, BlockRequest whole,
                std::string place);
+  void allocate();
   void submit(Request& request);
   void ended(Request& request, int64_t result);
   void record(const Request& request) const;
@@ -99,10 +102,11 @@ struct Disk::Impl {
   std::vector<SwapFile> files;
   // Descriptors of users' files that bypass the page cache, by FilePart::file. Guarded by mutex.
   std::map<int, std::shared_ptr<const int>> around_cache;
-  bool chosen = false;                        // guarded by mutex; whether `around_cache` is set
+  std::once_flag cache_chosen;                // choose_cache() has run
   std::deque<std::vector<FilePart>> adopted;  // guarded by mutex; extents of users' files
-  int64_t reserved = 0;
-  int64_t claimed = 0;  // bytes of each file
+  std::atomic<int64_t> reserved = 0;
+  std::mutex claiming;  // held by claim() and allocate()
+  int64_t claimed = 0;  // guarded by claiming; bytes of each file
   std::mutex mutex;
   std::condition_variable changed;
   std::list<Request> in_flight;  // guarded by mutex
@@ -200,22 +204,26 @@ std::shared_ptr<const int> reopened(int file) {
           }};
 }
 
-// Call with the mutex held.
 void Disk::Impl::choose_cache() {
-  if (std::exchange(chosen, true)) return;
   std::map<int, int64_t> sizes;
-  for (const std::vector<FilePart>& extent : adopted) {
-    for (const FilePart& part : extent) {
-      struct stat found{};
-      if (::fstat(part.file, &found) == 0) sizes[part.file] = found.st_size;
+  {
+    const std::lock_guard lock(mutex);
+    for (const std::vector<FilePart>& extent : adopted) {
+      for (const FilePart& part : extent) {
+        struct stat found{};
+        if (::fstat(part.file, &found) == 0) sizes[part.file] = found.st_size;
+      }
     }
   }
   int64_t sum = 0;
   for (const auto& [file, size] : sizes) sum += size;
-  if (options.cache_files.value_or(sum <= free_host_bytes() / 2)) return;
+  if (options.cache_files ? *options.cache_files : sum <= free_host_bytes() / 2) return;
+  std::map<int, std::shared_ptr<const int>> found;
   for (const auto& [file, size] : sizes) {
-    if (auto direct = reopened(file)) around_cache.emplace(file, std::move(direct));
+    if (auto direct = reopened(file)) found.emplace(file, std::move(direct));
   }
+  const std::lock_guard lock(mutex);
+  around_cache = std::move(found);
 }
 
 DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
@@ -223,8 +231,8 @@ DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
   {
     const std::lock_guard lock(mutex);
     parts = &adopted.at(static_cast<size_t>((offset - kFirstFileExtent) / kExtentBytes));
-    choose_cache();
   }
+  std::call_once(cache_chosen, [this] { choose_cache(); });
   for (const FilePart& part : *parts) part.check();  // before any request counts as in flight
   const int64_t begin = (offset - kFirstFileExtent) % kExtentBytes, end = begin + bytes;
   DiskTicket ticket;
@@ -251,6 +259,7 @@ DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
                              direct},
                             concat("\"", part.path, "\"")));
       started.back()->io = file_io.get();
+      started.back()->cached = part.file;
       at += size;
     }
   }
@@ -263,9 +272,9 @@ DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
 void Disk::Impl::submit(Request& request) {
   const BlockRequest& whole = request.whole;
   const int64_t moved = request.moved;
-  request.io->submit({whole.file, whole.write, whole.data + moved, whole.offset + moved,
-                      whole.bytes - moved,
-                      [this, &request](int64_t result) { ended(request, result); }, whole.through});
+  request.io->submit(
+      {whole.file, whole.write, whole.data + moved, whole.offset + moved, whole.bytes - moved,
+       [this, &request](int64_t result) { ended(request, result); }, whole.any_offset});
 }
 
 void Disk::Impl::ended(Request& request, int64_t result) {
@@ -273,6 +282,12 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   ++progress;
   stalled = false;
   changed.notify_all();
+  if (result == -EINVAL && request.whole.any_offset) {  // the file system needs another alignment
+    request.whole.any_offset = false;
+    request.whole.file = request.cached;
+    lock.unlock();
+    return submit(request);
+  }
   const int64_t left = request.whole.bytes - request.moved;
   // In swap files the rest begins at a whole block, as O_DIRECT requires.
   const int64_t unit = request.io == io.get() ? kBlockBytes : 1;
@@ -359,14 +374,13 @@ Disk::~Disk() {
   if (!end().empty()) keep_for_good(std::move(impl_));
 }
 
-int64_t Disk::reserve(int64_t bytes) {
-  return std::exchange(impl_->reserved, impl_->reserved + block_padded(bytes));
-}
+int64_t Disk::reserve(int64_t bytes) { return impl_->reserved.fetch_add(block_padded(bytes)); }
 
 int64_t Disk::claim(int64_t bytes) {
+  const std::lock_guard lock(impl_->claiming);
   const int64_t offset = reserve(bytes);
   try {
-    allocate();
+    impl_->allocate();
   } catch (...) {
     impl_->reserved = offset;
     throw;
@@ -375,11 +389,17 @@ int64_t Disk::claim(int64_t bytes) {
 }
 
 void Disk::allocate() {
-  const int64_t stripe = impl_->options.stripe_bytes;
-  const int64_t round = stripe * static_cast<int64_t>(impl_->files.size());
-  const int64_t bytes = (reserved() + round - 1) / round * stripe;
-  for (const SwapFile& file : impl_->files) file.claim(impl_->claimed, bytes);
-  impl_->claimed = bytes;
+  const std::lock_guard lock(impl_->claiming);
+  impl_->allocate();
+}
+
+// Call with `claiming` held.
+void Disk::Impl::allocate() {
+  const int64_t stripe = options.stripe_bytes;
+  const int64_t round = stripe * static_cast<int64_t>(files.size());
+  const int64_t bytes = (reserved + round - 1) / round * stripe;
+  for (const SwapFile& file : files) file.claim(claimed, bytes);
+  claimed = bytes;
 }
 
 int64_t Disk::adopt(std::vector<FilePart> parts) {
@@ -388,10 +408,22 @@ int64_t Disk::adopt(std::vector<FilePart> parts) {
     PENSTOCK_ASSERT(part.at >= end, "[mem::Disk] parts of files overlap or are not in order");
     end = part.at + part.bytes;
   }
-  const std::lock_guard lock(impl_->mutex);
   if (!impl_->file_io) impl_->file_io = BlockIo::threads(kFileThreads);
+  const std::lock_guard lock(impl_->mutex);
+  const auto number = static_cast<int64_t>(impl_->adopted.size());
+  PENSTOCK_ASSERT(end <= kExtentBytes && number < kFirstFileExtent / kExtentBytes,
+                  "[mem::Disk] an extent of users' files is too large, or there are too many");
   impl_->adopted.push_back(std::move(parts));
-  return kFirstFileExtent + static_cast<int64_t>(impl_->adopted.size() - 1) * kExtentBytes;
+  return kFirstFileExtent + number * kExtentBytes;
+}
+
+int64_t Disk::adopted() const {
+  const std::lock_guard lock(impl_->mutex);
+  int64_t sum = 0;
+  for (const std::vector<FilePart>& extent : impl_->adopted) {
+    for (const FilePart& part : extent) sum += part.bytes;
+  }
+  return sum;
 }
 
 bool Disk::is_read_only(int64_t offset) { return offset >= kFirstFileExtent; }

@@ -70,9 +70,10 @@ class Disk {
   int64_t claim(int64_t bytes);
 
   // Makes an extent of parts of users' files, and returns its offset. The parts are in order and do
-  // not overlap. The bytes between them, and those after the last one, read as zeros. The files are
-  // read through the page cache if it has room for all of them, else around it: in turn, each part
-  // would drive out the parts that come next.
+  // not overlap. The bytes between them, and those after the last one, read as zeros. If all
+  // files take at most half of the free memory, they are read through the page cache. Otherwise
+  // reads bypass it, because each part would evict the parts that are read next. Only one thread at
+  // a time may call adopt().
   int64_t adopt(std::vector<FilePart> parts);
   // Returns whether the offset is in an extent of adopt(), to which write() may not be called.
   static bool is_read_only(int64_t offset);
@@ -95,6 +96,7 @@ class Disk {
   std::vector<const char*> end() const;
 
   int64_t reserved() const;
+  int64_t adopted() const;     // bytes of all parts of users' files
   int64_t bytes_read() const;  // counts finished requests only
   int64_t bytes_written() const;
   double busy_s() const;         // total seconds with a request in flight

@@ -43,7 +43,12 @@ void DiskTraffic::make_room(Buffer& buffer, Account account) {
 void DiskTraffic::fetch(Buffer& buffer, Account account) {
   if (!buffer.on_disk() || !buffer.exists() || buffer.memory) return;
   make_room(buffer, account);
-  buffer.moving = tiers_.disk->read(buffer.offset, buffer.data().host(), buffer.bytes());
+  try {
+    buffer.moving = tiers_.disk->read(buffer.offset, buffer.data().host(), buffer.bytes());
+  } catch (...) {  // a user's file was changed
+    buffer.memory.reset();
+    throw;
+  }
 }
 
 void DiskTraffic::wait_read(const Buffer& buffer) const {
@@ -55,11 +60,17 @@ void DiskTraffic::changes(const Buffer& buffer) {
   if (const auto watch = watch_.load()) watch->memory_changes(buffer.data().data, buffer.bytes());
 }
 
+void DiskTraffic::claim_write(Buffer& buffer) {
+  if (!Disk::is_read_only(buffer.offset) || buffer.writable >= 0) return;
+  buffer.writable = tiers_.disk->claim(buffer.bytes());
+}
+
 void DiskTraffic::put_back(Buffer& buffer) {
   if (!buffer.on_disk() || !buffer.exists()) return;
   if (const auto watch = watch_.load()) watch->disk_changes(buffer.offset, buffer.bytes());
   settle(buffer.offset, buffer.offset + buffer.bytes());
-  if (Disk::is_read_only(buffer.offset)) buffer.offset = tiers_.disk->claim(buffer.bytes());
+  claim_write(buffer);
+  if (Disk::is_read_only(buffer.offset)) buffer.offset = buffer.writable;
   if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // work that fills the buffer
   const std::lock_guard lock(mutex_);
   Write write{buffer.offset, buffer.bytes(), {}, {}, num_writes_++};

@@ -19,8 +19,9 @@ struct Buffer {
   int64_t numel = 0;  // 0: the buffer does not exist
   Dtype dtype = Dtype::kFp32;
   Tier tier = Tier::kDevice;
-  int64_t offset = -1;  // offset of its extent on disk
-  DiskTicket moving;    // the read into `memory`
+  int64_t offset = -1;    // offset of its extent on disk
+  int64_t writable = -1;  // extent for the first write of a buffer in users' files; -1: none yet
+  DiskTicket moving;      // the read into `memory`
 
   bool exists() const { return numel > 0; }
   bool on_disk() const { return tier == Tier::kDisk; }
@@ -44,8 +45,11 @@ class DiskTraffic {
   // Blocks until the bytes are in memory.
   void wait_read(const Buffer& buffer) const;
   // Starts the write. The write owns the memory and frees it at the end. A buffer in users' files
-  // gets an extent in the swap file first.
+  // moves to the swap file.
   void put_back(Buffer& buffer);
+  // Claims space in the swap file for a buffer in users' files, which will be written. Throws
+  // RuntimeFault if the disk is too full.
+  void claim_write(Buffer& buffer);
   // Frees the memory of a buffer that was fetched and not changed.
   void let_go(Buffer& buffer);
   // Waits until no read or write uses the memory, then frees it. The contents are lost.

@@ -63,8 +63,8 @@ void SwapFile::claim(int64_t from, int64_t to) const {
   struct statvfs system{};
   fstatvfs(descriptor_, &system);
   const auto free = static_cast<int64_t>(system.f_bavail * system.f_frsize);
-  // If the file system cannot claim space, the first write of each extent does. These writes still
-  // happen in initialize().
+  // If the file system cannot claim space, the first write of each extent does. Except for edits of
+  // values in users' files, these writes still happen in initialize().
   if (error == EOPNOTSUPP || error == ENOSYS) error = free < bytes ? ENOSPC : 0;
   if (error == 0) return;
   throw RuntimeFault(concat("[mem::SwapFile::claim] \"", folder_, "\" cannot hold a swap file of ",

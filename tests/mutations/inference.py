@@ -63,22 +63,22 @@ INFERENCE = [
     Mutation(
         "parameters stay frozen after the engine",
         HELD,
-        "FrozenParams::~FrozenParams() { show(true); }\n",
+        "FrozenParams::~FrozenParams() { set_requires_grad(true); }\n",
         "FrozenParams::~FrozenParams() {}\n",
         Pytest((TESTS, "-k", "test_only_runs and alone")),
     ),
     Mutation(
         "torch copies weights for each row of a batch",
         CORE,
-        "  if (state_->frozen) state_->frozen->show(!grad_enabled);\n",
+        "  if (state_->frozen) state_->frozen->set_requires_grad(!grad_enabled);\n",
         "",
         Pytest((PARAMS, "-k", "same_products")),
     ),
     Mutation(
         "parameters of an engine for inference train after a forward that failed",
         CORE,
-        "  if (state_->frozen) state_->frozen->show(false);\n  state_->forward_failed(error);\n",
-        "  state_->forward_failed(error);\n",
+        "frozen->set_requires_grad(false);\n  state_->forward_failed(error);\n",
+        "frozen;\n  state_->forward_failed(error);\n",
         Pytest((PARAMS, "-k", "test_flags")),
     ),
     Mutation(
@@ -98,8 +98,7 @@ INFERENCE = [
     Mutation(
         "an edited parameter is written over the file's extent",
         "src/mem/disk_traffic.cpp",
-        "  if (Disk::is_read_only(buffer.offset)) "
-        "buffer.offset = tiers_.disk->claim(buffer.bytes());\n",
+        "  if (Disk::is_read_only(buffer.offset)) buffer.offset = buffer.writable;\n",
         "",
         Pytest((FILES, "-k", "edits_leave")),
     ),

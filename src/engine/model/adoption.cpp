@@ -234,7 +234,7 @@ void Adoption::take(const ModelTree& tree, const Config& config,
   for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
     for (const exec::Part& part : executor_.units()[unit].parts()) {
       const bool is_narrow = narrow[number++] == '1';
-      if (!part.flat->files.empty()) {
+      if (part.flat->in_files) {
         take_from_files(*part.flat, tree);
         continue;
       }

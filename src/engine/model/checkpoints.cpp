@@ -396,6 +396,7 @@ struct Core::State::Checkpointing::Load {
         }
       }
       ckpt::check(chosen.manifest, target, moments, wanted);
+      for (const ckpt::Holding& one : target.holdings) executor.traffic().claim_write(*one.buffer);
       if (rank == 0 && !wanted.tied.empty()) {
         ckpt::TensorReader first(chosen.path, chosen.manifest);
         ckpt::check_tied(first, chosen.manifest, wanted);

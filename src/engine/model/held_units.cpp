@@ -5,8 +5,10 @@
 
 #include "penstock/error.h"
 #include "src/base/board.h"
+#include "src/base/text.h"
 #include "src/engine/model/values.h"
 #include "src/engine/step/core_state.h"
+#include "src/engine/step/unit_order.h"
 #include "src/mem/available_memory.h"
 
 namespace penstock {
@@ -34,13 +36,34 @@ FrozenParams::FrozenParams(const ModelTree& tree, const Config& config) {
   for (const ParamInfo& one : tree.params) {
     if (config.inference && one.param.requires_grad()) trained_.push_back(one.param);
   }
-  show(false);
+  set_requires_grad(false);
 }
 
-FrozenParams::~FrozenParams() { show(true); }
+FrozenParams::~FrozenParams() { set_requires_grad(true); }
 
-void FrozenParams::show(bool trained) {
-  for (const at::Tensor& param : trained_) param.set_requires_grad(trained);
+void FrozenParams::set_requires_grad(bool as_before) {
+  for (const at::Tensor& param : trained_) param.set_requires_grad(as_before);
+}
+
+void claim_writes(exec::Executor& executor, const std::vector<int>& units) {
+  const bool any = std::any_of(units.begin(), units.end(), [&](int unit) {
+    const std::vector<exec::Flat>& flats = executor.units()[static_cast<size_t>(unit)].flats;
+    return std::any_of(flats.begin(), flats.end(), [](const auto& flat) { return flat.in_files; });
+  });
+  if (!any) return;
+  std::string problem;
+  try {
+    executor.claim_writes(units);
+  } catch (const RuntimeFault& error) {
+    problem = error.what();
+  }
+  const auto share = [&executor](const std::string& label, const std::string& text) {
+    return executor.share(label, text);
+  };
+  const std::vector<std::string> all = share_text("room for edits", problem, share);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].empty()) throw RuntimeFault(concat("rank ", rank, ": ", all[rank]));
+  }
 }
 
 void BroughtUnits::undo() {

@@ -19,8 +19,9 @@ namespace penstock {
 class Values;
 
 namespace exec {
+class Executor;
 class Params;
-}
+}  // namespace exec
 
 namespace engine {
 
@@ -28,10 +29,10 @@ namespace engine {
 class FrozenParams {
  public:
   FrozenParams(const ModelTree& tree, const Config& config);
-  // For a forward without gradients: sets requires_grad as it was before. at::matmul copies a
-  // weight without requires_grad once per row of a batch if the other operand is a 3-dimensional
-  // view, such as the last hidden states of a prompt.
-  void show(bool trained);
+  // Sets requires_grad as it was before, for a forward without gradients, or to false. at::matmul
+  // copies a weight without requires_grad once per row of a batch if the other operand is a
+  // 3-dimensional view, such as the last hidden states of a prompt.
+  void set_requires_grad(bool as_before);
   FrozenParams(const FrozenParams&) = delete;
   FrozenParams& operator=(const FrozenParams&) = delete;
   ~FrozenParams();
@@ -39,6 +40,10 @@ class FrozenParams {
  private:
   std::vector<at::Tensor> trained_;  // before
 };
+
+// [all ranks] Claims space in the swap file for parameters of the units that rest in users' files
+// and will be written. Throws RuntimeFault on all ranks if a disk is too full.
+void claim_writes(exec::Executor& executor, const std::vector<int>& units);
 
 // Units that are made whole for a context.
 class BroughtUnits {

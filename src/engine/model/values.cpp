@@ -443,6 +443,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
   if (!units.empty() && state_->moves_params) {
     take_turn(state_->group->board(), "gathered", "called gathered()");
   }
+  if (write) engine::claim_writes(executor, units);
   // [Note: Deltas] A forward or backward computes with the published values, so none may be open.
   if (write && executor.table().keeps_base() && !state_->driver->section()) {
     exec::publish_exactly(executor, units);

@@ -64,18 +64,18 @@ bool Core::needs_unit_events() const { return state_->unit_events; }
 
 void Core::unit_begin(int unit, bool grad_enabled) {
   if (unit > 0) return state_->unit_begin(unit);
-  if (state_->frozen) state_->frozen->show(!grad_enabled);
   state_->forward_begin(grad_enabled);
+  if (state_->frozen) state_->frozen->set_requires_grad(!grad_enabled);
 }
 
 void Core::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
   if (unit > 0) return state_->unit_end(unit, outputs);
-  if (state_->frozen) state_->frozen->show(false);
+  if (state_->frozen) state_->frozen->set_requires_grad(false);
   state_->forward_end(outputs);
 }
 
 void Core::forward_failed(const std::string& error) {
-  if (state_->frozen) state_->frozen->show(false);
+  if (state_->frozen) state_->frozen->set_requires_grad(false);
   state_->forward_failed(error);
 }
 

@@ -41,8 +41,8 @@ class OutsideEdits {
   // Returns the first gathered parameter of the unit that was written to in place, or "". It checks
   // torch's version counter, then the values, because torch does not count writes to `.data`. Only
   // this rank's shard is compared. If the shard must be read from disk or copied to a device for
-  // the comparison, only the first four calls and every 32nd call compare values, unless `always`
-  // is set.
+  // the comparison, only the first four calls (of a frozen unit the first) and every 32nd call
+  // compare values, unless `always` is set.
   std::string edited(int unit, bool always);
   // Throws a RuntimeFault which says that the edit of `param` would be lost. Does nothing if
   // `param` is "".

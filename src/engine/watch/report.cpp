@@ -65,15 +65,16 @@ LedgerReport Report::ledger() const {
   const auto peak = [&](mem::Account account) {
     return device.peak[static_cast<size_t>(account)] + host.peak[static_cast<size_t>(account)];
   };
-  report.measured = {peak(mem::Account::kParam),
-                     peak(mem::Account::kGrad),
-                     peak(mem::Account::kOptim),
-                     peak(mem::Account::kBuffers),
-                     device.total_peak + host.total_peak,
-                     state_->tiers.disk ? state_->tiers.disk->reserved() : 0,
-                     device.total_peak,
-                     host.total_peak,
-                     state_->tiers.peak()};
+  report.measured = {
+      peak(mem::Account::kParam),
+      peak(mem::Account::kGrad),
+      peak(mem::Account::kOptim),
+      peak(mem::Account::kBuffers),
+      device.total_peak + host.total_peak,
+      state_->tiers.disk ? state_->tiers.disk->reserved() + state_->tiers.disk->adopted() : 0,
+      device.total_peak,
+      host.total_peak,
+      state_->tiers.peak()};
   if (state_->tiers.disk) {
     report.disk_read = state_->tiers.disk->bytes_read();
     report.disk_written = state_->tiers.disk->bytes_written();
@@ -105,8 +106,8 @@ std::string Report::explain() const {
     const std::vector<FlatDesc>& flats = state_->model.units[unit].flats;
     for (const FlatDesc& flat : flats) {
       const auto at = static_cast<size_t>(&flat - flats.data());
-      const bool in_files =
-          at < here.size() && mem::Disk::is_read_only(here[at].rest().one().offset);
+      const bool in_files = at < here.size() && !here[at].params.empty() &&
+                            mem::Disk::is_read_only(here[at].rest().one().offset);
       out += concat(" ", flat.numel, " ", dtype_name(flat.dtype), flat.trainable ? "" : " frozen",
                     in_files ? " in the files of init()" : "");
       const std::string place = flat.placement.text();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -86,10 +87,12 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
 
 
 def _kind(model: torch.nn.Module, config: Any) -> type[DeepSpeedEngine]:
-    if isinstance(model, PipelineModule):
-        return PipelineEngine
     section = as_dict(config).get("hybrid_engine")
     hybrid = isinstance(section, Mapping) and section.get("enabled") in (True, 1)
+    if isinstance(model, PipelineModule):
+        if hybrid:
+            log_dist("hybrid_engine has no effect for a PipelineModule", ranks=[0], level=WARNING)
+        return PipelineEngine
     return DeepSpeedHybridEngine if hybrid else DeepSpeedEngine
 
 

@@ -15,8 +15,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     `generate()` of the engine and of the module gathers the parameters of each rank once, if the
     model is in eval mode and if they take at most 4/5 of the memory that is left. Otherwise, and
-    with `hybrid_engine.pin_parameters` false, each forward moves them as in training. The model's
-    own layers run. Training continues afterwards as if nothing had happened.
+    with `hybrid_engine.pin_parameters` false, each forward moves them as in training. All ranks
+    must call it, as in stage 3 without this section. Below stage 3 each rank has all parameters.
+    The model's own layers run. Training continues afterwards as if nothing had happened.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,7 +33,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return self.module.generate(*inputs, **kwargs)  # type: ignore[operator]
 
     def _with_weights(self, generate: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if self.module.training or self._gathered:
+        sharded = self.native._core.needs_unit_events
+        if not sharded or self.module.training or self._gathered:
             return generate(*inputs, **kwargs)
         self._gathered = True
         try:
