@@ -55,14 +55,6 @@ void Executor::claim(const ModelDesc& model, int num_moments) {
   if (rank_.tiers.disk) rank_.tiers.disk->allocate();
 }
 
-void Executor::claim_writes(const std::vector<int>& units) {
-  for (const int unit : units) {
-    for (Flat& flat : rank_.units[unit].flats) {
-      if (flat.in_files) rank_.traffic.claim_write(flat.rest().one());
-    }
-  }
-}
-
 std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
   std::vector<PlannedStep> prepared;
   for (const Step& step : plan.steps) {

@@ -27,9 +27,6 @@ class Executor {
   // Reserves the place where each copy rests. Throws RuntimeFault if a disk is too full. Moves no
   // data.
   void claim(const ModelDesc& model, int num_moments);
-  // Claims space in the swap file for parameters of the units that rest in users' files and will be
-  // written. Throws RuntimeFault if the disk is too full.
-  void claim_writes(const std::vector<int>& units);
   std::vector<PlannedStep> prepare(const Plan& plan) const;
   // Executes a plan line. User code does the computing. For a compute line, run() only records that
   // the computing has started.

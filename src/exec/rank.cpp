@@ -26,6 +26,22 @@ bool sums_over(const std::vector<UnitState>& units, Axis axis) {
   });
 }
 
+// Returns the parts of users' files that are in this rank's shard of the resting flat.
+std::vector<mem::FilePart> own_parts(const Rank& rank, const Flat& flat, const Buffer& shard) {
+  const int64_t begin = rank.begin_of(rank.cells.param_rest, flat) * dtype_bytes(shard.dtype);
+  std::vector<mem::FilePart> own;
+  for (const mem::FilePart& part : flat.files) {
+    const int64_t first = std::max(part.at, begin);
+    const int64_t end = std::min(part.at + part.bytes, begin + shard.bytes());
+    if (first >= end) continue;
+    own.push_back(part);
+    own.back().offset += first - part.at;
+    own.back().bytes = end - first;
+    own.back().at = first - begin;
+  }
+  return own;
+}
+
 }  // namespace
 
 int count_slots(const std::vector<UnitState>& units) {
@@ -133,28 +149,12 @@ void Rank::claim_params(Flat& flat) {
     copy.valid = place == rest;
     copy.buffers.push_back(buffer_at(place, flat));
     if (place == rest && flat.in_files) {
-      copy.one().offset = tiers.disk->adopt(own_parts(flat, copy.one()));
+      copy.one().offset = tiers.disk->adopt(own_parts(*this, flat, copy.one()));
       flat.files.clear();  // or the files would stay open after close()
     } else {
       reserve(copy.one());
     }
   }
-}
-
-// Returns the parts of users' files that are in this rank's shard of the resting flat.
-std::vector<mem::FilePart> Rank::own_parts(const Flat& flat, const Buffer& shard) const {
-  const int64_t begin = begin_of(cells.param_rest, flat) * dtype_bytes(shard.dtype);
-  std::vector<mem::FilePart> own;
-  for (const mem::FilePart& part : flat.files) {
-    const int64_t first = std::max(part.at, begin);
-    const int64_t end = std::min(part.at + part.bytes, begin + shard.bytes());
-    if (first >= end) continue;
-    own.push_back(part);
-    own.back().offset += first - part.at;
-    own.back().bytes = end - first;
-    own.back().at = first - begin;
-  }
-  return own;
 }
 
 void Rank::claim_state(Flat& flat, int num_chunks, int num_moments) {

@@ -110,7 +110,6 @@ struct Rank {
   // Both functions make the copies that a flat keeps for the whole run. Resting copies get
   // no memory yet, but those on disk get their extents.
   void claim_params(Flat& flat);
-  std::vector<mem::FilePart> own_parts(const Flat& flat, const Buffer& shard) const;
   void claim_state(Flat& flat, int num_chunks, int num_moments);
   // Makes a buffer of the flat under `place`, without memory.
   Buffer buffer_at(const Placement& place, const Flat& flat) const;

@@ -51,4 +51,14 @@ std::vector<ckpt::Extra> wanted_of(const std::vector<CheckpointTensor>& tensors,
   return extras;
 }
 
+std::set<std::string> names_away(exec::Executor& executor) {
+  std::set<std::string> names;
+  for (exec::UnitState& unit : executor.units()) {
+    for (const exec::Flat& flat : unit.away) {
+      for (const exec::Slot& slot : flat.slots) names.insert(slot.name);
+    }
+  }
+  return names;
+}
+
 }  // namespace penstock::engine

@@ -1,5 +1,7 @@
 #pragma once
 // The front's tensors in a checkpoint: buffers, generators, the state of a user's optimizer.
+#include <set>
+#include <string>
 #include <vector>
 
 #include "penstock/checkpoint.h"
@@ -18,5 +20,8 @@ std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
 // saved or, if the number of ranks has changed, the tensors of rank 0.
 std::vector<ckpt::Extra> wanted_of(const std::vector<CheckpointTensor>& tensors,
                                    const ckpt::Manifest& manifest, int rank, int world);
+
+// Returns the names of the parameters of other pipeline stages.
+std::set<std::string> names_away(exec::Executor& executor);
 
 }  // namespace penstock::engine

@@ -390,11 +390,7 @@ struct Core::State::Checkpointing::Load {
         });
       };
       target.holdings = without(ckpt::holdings(executor, rank, moments), options.frozen, lacks);
-      for (exec::UnitState& unit : executor.units()) {
-        for (const exec::Flat& flat : unit.away) {
-          for (const exec::Slot& slot : flat.slots) target.elsewhere.insert(slot.name);
-        }
-      }
+      target.elsewhere = engine::names_away(executor);
       ckpt::check(chosen.manifest, target, moments, wanted);
       for (const ckpt::Holding& one : target.holdings) executor.traffic().claim_write(*one.buffer);
       if (rank == 0 && !wanted.tied.empty()) {

@@ -46,14 +46,16 @@ void FrozenParams::set_requires_grad(bool as_before) {
 }
 
 void claim_writes(exec::Executor& executor, const std::vector<int>& units) {
-  const bool any = std::any_of(units.begin(), units.end(), [&](int unit) {
-    const std::vector<exec::Flat>& flats = executor.units()[static_cast<size_t>(unit)].flats;
-    return std::any_of(flats.begin(), flats.end(), [](const auto& flat) { return flat.in_files; });
-  });
-  if (!any) return;
+  std::vector<exec::Flat*> flats;
+  for (const int unit : units) {
+    for (exec::Flat& flat : executor.units()[static_cast<size_t>(unit)].flats) {
+      if (flat.in_files) flats.push_back(&flat);
+    }
+  }
+  if (flats.empty()) return;
   std::string problem;
   try {
-    executor.claim_writes(units);
+    for (exec::Flat* flat : flats) executor.traffic().claim_write(flat->rest().one());
   } catch (const RuntimeFault& error) {
     problem = error.what();
   }
