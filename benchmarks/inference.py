@@ -172,6 +172,7 @@ def limited(options: argparse.Namespace, run: str) -> dict[str, Any]:
         if run == "llama.cpp":
             command = [options.llama_python, str(LLAMA)]
             command += ["--prompts", str(pathlib.Path(options.model) / PROMPTS)]
+            command += ["--cgroup", str(CGROUP)]
         command += ["--run", run, "--result", str(result)]
         command += ["--path", folder, "--model", str(options.model), "--new", str(options.new)]
         command += ["--prefetch-mib", str(options.prefetch_mib), "--batches"]

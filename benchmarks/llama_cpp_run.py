@@ -17,8 +17,6 @@ import pathlib
 import time
 from typing import Any
 
-CGROUP = pathlib.Path("/sys/fs/cgroup/memory/penstock-inference")
-PROMPT = 16
 GGUF = "model.gguf"
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -119,7 +117,7 @@ class Sequences:
         self._lib, self._count, self._model = llama_cpp, count, model
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = count * (length + 16)
-        options.n_batch = options.n_ubatch = count * PROMPT
+        options.n_batch = options.n_ubatch = count * length
         options.n_seq_max = count
         options.n_threads = options.n_threads_batch = len(os.sched_getaffinity(0))
         options.kv_unified = True
@@ -154,16 +152,19 @@ class Sequences:
                                          (self._vocab,))  # fmt: skip
         return int(array.argmax())
 
+    def clear(self) -> None:
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+
     def close(self) -> None:
         self._lib.llama_free(self._context)
 
 
-def generate(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
-    sequences = Sequences(model, len(prompts), PROMPT + new)
+def generate(sequences: Sequences, prompts: list[list[int]], new: int) -> list[list[int]]:
+    sequences.clear()
     made = [sequences.decode(prompts, 0)]
-    for position in range(PROMPT, PROMPT + new - 1):
+    begin = len(prompts[0])
+    for position in range(begin, begin + new - 1):
         made.append(sequences.decode([[one] for one in made[-1]], position))
-    sequences.close()
     return [list(one) for one in zip(*made, strict=True)]
 
 
@@ -175,7 +176,7 @@ def bytes_read() -> int:
 def run_try(options: argparse.Namespace) -> None:
     import llama_cpp  # noqa: PLC0415
 
-    (CGROUP / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+    pathlib.Path(options.cgroup, "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
     begin = time.perf_counter()
     settings = llama_cpp.llama_model_default_params()
     settings.use_mmap, settings.n_gpu_layers = True, 0
@@ -187,10 +188,12 @@ def run_try(options: argparse.Namespace) -> None:
     prompts = json.loads(pathlib.Path(options.prompts).read_text(encoding="ascii"))
     for batch in options.batches:
         given = prompts[str(batch)]
-        generate(model, given, 1)
+        sequences = Sequences(model, batch, len(given[0]) + options.new)
+        generate(sequences, given, 1)
         begin, before = time.perf_counter(), bytes_read()
-        made = generate(model, given, options.new)
+        made = generate(sequences, given, options.new)
         seconds = time.perf_counter() - begin
+        sequences.close()
         told["batches"][str(batch)] = {
             "pass_s": seconds / options.new,
             "tokens_per_s": batch * options.new / seconds,
@@ -208,6 +211,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--result", default="")
     parser.add_argument("--prompts", default="")
+    parser.add_argument("--cgroup", default="")
     parser.add_argument("--path", default="")
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--prefetch-mib", type=int, default=0, help=argparse.SUPPRESS)
