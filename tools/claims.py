@@ -103,6 +103,7 @@ CLAIMS = [
     (PARALLEL, "class Gather(torch.autograd.Function)", "tests/parity/expert_models.py"),
     (DEEPSPEED, "deepspeed.init_inference(", "tests/drop_in/test_init_inference.py"),
     ("docs/engine.md", '{"inference": True', "tests/parity/test_inference.py"),
+    ("docs/checkpoints.md", "torch.onnx.export(", "tests/parity/test_onnx.py"),
     ("docs/engine.md", "accelerate.init_empty_weights()", "tests/parity/test_rest_in_files.py"),
     ("docs/parallel.md", "with engine.inference():", "tests/parity/test_inference_stages.py"),
     (TRAINING, "`beta2` of 0.99 or less", "tests/python/test_bf16_moments.py"),
