@@ -42,6 +42,10 @@ def exported(kind, strategy, folder):
         said[name] = (info, logits(model, kind, rank).equal(wanted))
     model, info = loads(kind, f"{folder}/low", dtype=torch.bfloat16)
     said["low"] = (info, model.dtype == torch.bfloat16)
+    plain.save_pretrained(f"{folder}/plain-{rank}")
+    configs = [json.loads(pathlib.Path(folder, one, "config.json").read_text())
+               for one in ("one", "low", f"plain-{rank}")]  # fmt: skip
+    said["config"] = (info, configs[0] == configs[2] and configs[1].pop("dtype") == "bfloat16")
     return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import pathlib
@@ -189,7 +190,8 @@ def export_hf(
         for name, value in buffers.items():  # noqa: PLR1704 - the last call has no name
             files[0].write(name, 0, value.detach())
         files[0].finish()
-        return _save_configs(engine.module, os.fspath(path))
+        floats = [one for one in made.values() if one.is_floating_point]
+        return _save_configs(engine.module, os.fspath(path), floats[:1])
 
     try:
         engine._core.values.stream(take)
@@ -199,9 +201,19 @@ def export_hf(
         raise
 
 
-def _save_configs(model: torch.nn.Module, path: str) -> None:
-    """Writes config.json and generation_config.json, if the model is a transformers model."""
+def _save_configs(model: torch.nn.Module, path: str, dtype: list[torch.dtype]) -> None:
+    """Writes config.json and generation_config.json, if the model is a transformers model.
+
+    As `save_pretrained()` does, config.json names the model's class, which servers and converters
+    look for, and the dtype of the weights. The model's own config keeps its values.
+    """
     for name in ("config", "generation_config"):
-        save = getattr(getattr(model, name, None), "save_pretrained", None)
-        if callable(save):
-            save(path)
+        config = getattr(model, name, None)
+        if not callable(getattr(config, "save_pretrained", None)):
+            continue
+        if name == "config" and hasattr(type(model), "config_class"):
+            config = copy.deepcopy(config)
+            config.architectures = [type(model).__name__]
+            if dtype and hasattr(config, "dtype"):
+                config.dtype = str(dtype[0]).removeprefix("torch.")
+        config.save_pretrained(path)
