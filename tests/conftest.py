@@ -41,6 +41,16 @@ def _runs(number):
     return number is not None and pathlib.Path(f"/proc/{number[1]}").exists()
 
 
+_pools = []  # those in use
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_ranks():
+    """Before each file, ends ranks that have grown. A file may keep state in its ranks."""
+    for pools in _pools:
+        pools.end_large()
+
+
 def started_pools():
     """pools(world) is a pool of that many ranks. At the end none may be left, or have left
     anything."""
@@ -50,7 +60,9 @@ def started_pools():
     torch.set_num_threads(1)  # as on the ranks: the models are small
     before = shared_memory()
     pools = ranks.Pools()
+    _pools.append(pools)
     yield pools
+    _pools.remove(pools)
     codes = pools.close()
     assert all(code == 0 for exits in codes.values() for code in exits), (
         f"ranks did not end by themselves with 0, by world size: {codes}"

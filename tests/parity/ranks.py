@@ -7,6 +7,9 @@ along. Every wait has a deadline, at which the pool kills its own ranks and noth
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pathlib
 import pickle
 import signal
 import time
@@ -92,6 +95,11 @@ def _serve(connection: Connection, rank: int, world: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+# A pool whose largest rank has more resident memory ends before the next file of tests: the workers
+# of pytest keep several pools each, and 24 GiB must hold all of them.
+_MOST_RESIDENT = 600 << 20
+
+
 class Pool:
     """`world` ranks with a default gloo group. Used by one thread."""
 
@@ -171,6 +179,15 @@ class Pool:
             raise RankError(_told(failures))
         return outcomes
 
+    def resident(self) -> int:
+        """Bytes of resident memory of the largest rank."""
+        most = 0
+        for process in self.processes:
+            with contextlib.suppress(OSError):  # it has just ended
+                pages = pathlib.Path(f"/proc/{process.pid}/statm").read_text().split()[1]
+                most = max(most, int(pages) * os.sysconf("SC_PAGE_SIZE"))
+        return most
+
     @property
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
@@ -214,6 +231,14 @@ class Pools:
         if world not in self.pools or not self.pools[world].alive:
             self.pools[world] = Pool(world)
         return self.pools[world]
+
+    def end_large(self) -> None:
+        """Ends pools whose ranks have grown. The next call starts new ones."""
+        for world, pool in self.pools.items():
+            if not pool.alive or pool.resident() <= _MOST_RESIDENT:
+                continue
+            codes = pool.close()
+            assert all(code == 0 for code in codes), f"{world} ranks did not end by 0: {codes}"
 
     def close(self) -> dict[int, list[int | None]]:
         """Ends all pools that are in use; exit codes by world size."""

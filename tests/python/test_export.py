@@ -42,10 +42,13 @@ def exported(kind, strategy, folder):
         said[name] = (info, logits(model, kind, rank).equal(wanted))
     model, info = loads(kind, f"{folder}/low", dtype=torch.bfloat16)
     said["low"] = (info, model.dtype == torch.bfloat16)
-    plain.save_pretrained(f"{folder}/plain-{rank}")
-    configs = [json.loads(pathlib.Path(folder, one, "config.json").read_text())
-               for one in ("one", "low", f"plain-{rank}")]  # fmt: skip
-    said["config"] = (info, configs[0] == configs[2] and configs[1].pop("dtype") == "bfloat16")
+    if rank == 0:
+        plain.save_pretrained(f"{folder}/plain")
+        config, low, wanted = (
+            json.loads(pathlib.Path(folder, one, "config.json").read_text())
+            for one in ("one", "low", "plain")
+        )
+        said["config"] = (info, config == wanted and low["dtype"] == "bfloat16")
     return said
 
 
