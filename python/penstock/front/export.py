@@ -208,7 +208,7 @@ def _save_configs(model: torch.nn.Module, path: str, dtype: list[torch.dtype]) -
     look for, and the dtype of the weights. The model's own config keeps its values.
     """
     for name in ("config", "generation_config"):
-        config = getattr(model, name, None)
+        config: Any = getattr(model, name, None)
         if not callable(getattr(config, "save_pretrained", None)):
             continue
         if name == "config" and hasattr(type(model), "config_class"):
