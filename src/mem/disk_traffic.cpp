@@ -45,7 +45,7 @@ void DiskTraffic::fetch(Buffer& buffer, Account account) {
   make_room(buffer, account);
   try {
     buffer.moving = tiers_.disk->read(buffer.offset, buffer.data().host(), buffer.bytes());
-  } catch (...) {  // a user's file was changed
+  } catch (...) {  // no read started, so the memory must not count as loaded
     buffer.memory.reset();
     throw;
   }
