@@ -126,6 +126,12 @@ struct MonitorConfig {
   std::string machine;  // file written by `penstock bench`, used to predict seconds; empty = none
 };
 
+// Frozen parameters that rest as small integers ([Note: Quantized parameters]).
+struct QuantizeConfig {
+  std::string dtype = "none";       // "none" "int8" "int4"
+  std::vector<std::string> params;  // name patterns (glob); empty = the matrices of the blocks
+};
+
 struct ActivationsConfig {
   int64_t checkpoint = 0;  // k: recomputes every k-th unit in backward; 0 = none
 };
@@ -162,6 +168,7 @@ struct PENSTOCK_API Config {
   std::vector<std::pair<std::string, std::string>> dtypes;  // name pattern (glob) -> dtype
   OffloadConfig offload;
   MemoryConfig memory;
+  QuantizeConfig quantize;
   ActivationsConfig activations;
   CheckpointConfig checkpoint;
   MonitorConfig monitor;

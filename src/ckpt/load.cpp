@@ -10,6 +10,7 @@
 #include "src/base/text.h"
 #include "src/ckpt/damaged.h"
 #include "src/device/kernels.h"
+#include "src/device/wire_codec.h"
 
 namespace penstock::ckpt {
 
@@ -270,7 +271,14 @@ struct Filling {
     target.executor.traffic().settle();  // so that at most one buffer is in memory
     target.executor.traffic().make_room(*holding.buffer, holding.account);
     const device::Address to = holding.buffer->data();
-    if (to.device == nullptr) {
+    if (is_quantized(holding.buffer->dtype)) {
+      std::vector<char> values(static_cast<size_t>(holding.numel() * 4));
+      read(holding, values.data(), Dtype::kFp32);
+      const at::Tensor sent =
+          device::brought(values.data(), Dtype::kFp32, holding.numel(), to.device);
+      device::recode(to, holding.buffer->dtype, device::address_of(sent, to.device), Dtype::kFp32,
+                     holding.numel());
+    } else if (to.device == nullptr) {
       read(holding, to.host(), holding.buffer->dtype);
     } else {
       std::vector<char> values(static_cast<size_t>(holding.buffer->bytes()));

@@ -422,6 +422,42 @@ void decode_sum(const Sum& sum, const Wire& wire) {
   sum_on_host(sum, wire);
 }
 
+void recode(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
+            bool accumulate) {
+  if (to_dtype == from_dtype && is_quantized(to_dtype)) {
+    return copy(to, from, buffer_bytes(to_dtype, numel));
+  }
+  if (!is_quantized(to_dtype) && !is_quantized(from_dtype)) {
+    return take(to, to_dtype, from, from_dtype, numel, accumulate);
+  }
+  PENSTOCK_ASSERT(!accumulate, "[device::recode] quantized values are never added");
+  if (numel == 0) return;
+  const Unseen unseen;
+  const bool decodes = is_quantized(from_dtype);
+  const Wire wire = code_of(decodes ? from_dtype : to_dtype);
+  // Only encoded values cross between the host and a device.
+  const Device* const where = decodes ? to.device : from.device;
+  const at::Tensor bytes =
+      at::empty({to.device == from.device ? 0 : wire.encoded_bytes(numel)},
+                at::TensorOptions(at::kByte).device(where ? where->where() : at::kCPU));
+  const Address here = address_of(bytes, where);
+  if (decodes) {
+    if (to.device != from.device) copy(here, from, bytes.numel());
+    decode(to, to_dtype, to.device == from.device ? from : here, numel, wire);
+  } else {
+    encode(to.device == from.device ? to : here, {from, from_dtype, numel}, wire, {});
+    if (to.device != from.device) copy(to, here, bytes.numel());
+  }
+}
+
+at::Tensor decoded(Address values, Dtype from, Dtype dtype, int64_t numel, const Device* where) {
+  const at::Tensor made =
+      at::empty({numel}, at::TensorOptions(scalar_type(dtype))
+                             .device(where == nullptr ? c10::Device(at::kCPU) : where->where()));
+  recode(address_of(made, where), dtype, values, from, numel);
+  return made;
+}
+
 at::Tensor coded(Address values, Dtype from, Dtype dtype, int64_t numel,
                  const std::vector<Wire>& wires) {
   const at::TensorOptions where = values.device == nullptr

@@ -84,6 +84,13 @@ void decode(Address to, Dtype dtype, Address from, int64_t numel, const Wire& wi
 // Like sum_chunks(), but for encoded sources. `sum.dtype` is not used.
 void decode_sum(const Sum& sum, const Wire& wire);
 
+// Like take(), and also encodes and decodes: one of the dtypes may be quantized ([Note: Quantized
+// parameters]). Then `numel` values are a whole buffer, and `accumulate` must be false.
+void recode(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
+            bool accumulate = false);
+// Returns the values of a buffer in `dtype`, in the memory of `where` (null: host memory).
+at::Tensor decoded(Address values, Dtype from, Dtype dtype, int64_t numel, const Device* where);
+
 // Converts the values to `dtype`, then encodes and decodes them with each of the wires in turn.
 // Returns the result. All wires must round to nearest.
 at::Tensor coded(Address values, Dtype from, Dtype dtype, int64_t numel,

@@ -1,6 +1,6 @@
 #pragma once
 // Flat: parameters of one unit with the same dtype, trainability and placement over the model axes,
-// laid end to end in one buffer. UnitState: the flats of a unit and the copies of its roles.
+// all quantized or none, laid end to end in one buffer. UnitState: the flats of a unit and the copies of its roles.
 //
 // [Note: Windows] Each parameter keeps its own StorageImpl for life. The storage's DataPtr is a
 // non-owning window into the flat copy that forward and backward currently use. Freeing a parameter
@@ -85,8 +85,8 @@ class Flat {
  public:
   static constexpr double kUncounted = -1.0;
 
-  Flat(Dtype dtype, bool trainable, ModelPlacement placement = {})
-      : dtype(dtype), trainable(trainable), placement(std::move(placement)) {}
+  Flat(Dtype dtype, bool trainable, ModelPlacement placement = {}, bool quantized = false)
+      : dtype(dtype), trainable(trainable), placement(std::move(placement)), quantized(quantized) {}
 
   // Adds a parameter of this dtype. Must be called before seal().
   void add(const Slot& described, const std::string& unit);
@@ -142,6 +142,7 @@ class Flat {
   const Dtype dtype;
   const bool trainable;
   const ModelPlacement placement;
+  const bool quantized;  // rests in the table's quantized dtype ([Note: Quantized parameters])
   int64_t numel = 0;  // padded, after seal()
   int number = 0;     // index among the unit's flats of all stages
   std::vector<Slot> slots;

@@ -28,9 +28,13 @@ char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data
 }  // namespace
 
 // Returns the buffer's values in host memory: a view of host memory, or a copy from a device.
-at::Tensor GatheredValues::on_host(const Buffer& buffer) const {
+// Quantized values are decoded to `dtype`.
+at::Tensor GatheredValues::on_host(const Buffer& buffer, Dtype dtype) const {
   if (rank_.on_accelerator())
     rank_.tiers.computes.synchronize();  // waits for copies from the device to the host
+  if (is_quantized(buffer.dtype)) {
+    return device::decoded(buffer.data(), buffer.dtype, dtype, buffer.numel, nullptr);
+  }
   return device::brought(buffer.data(), buffer.dtype, buffer.numel, nullptr);
 }
 
@@ -66,8 +70,8 @@ at::Tensor GatheredValues::read(Buffer& own, Placement place, mem::Account accou
                                 const Flat& flat, const std::string& label) {
   rank_.traffic.fetch(own, account);
   rank_.traffic.wait_read(own);
-  place.dtype = own.dtype;
-  at::Tensor full = whole(place, on_host(own).const_data_ptr(), flat, label);
+  place.dtype = is_quantized(own.dtype) ? flat.dtype : own.dtype;
+  at::Tensor full = whole(place, on_host(own, flat.dtype).const_data_ptr(), flat, label);
   rank_.traffic.let_go(own);
   return full;
 }
@@ -99,11 +103,12 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
     place = flat.rest().place;
   }
   place.dtype = kept == nullptr ? Dtype::kFp32 : kept->dtype;
+  if (is_quantized(place.dtype)) place.dtype = flat.dtype;
   if (kept != nullptr) {
     rank_.traffic.fetch(*kept, one ? mem::Account::kOptim : mem::Account::kParam);
     rank_.traffic.wait_read(*kept);
   }
-  const at::Tensor part = kept == nullptr ? at::Tensor() : on_host(*kept);
+  const at::Tensor part = kept == nullptr ? at::Tensor() : on_host(*kept, flat.dtype);
   char* const values = kept == nullptr ? nullptr : bytes_of(part);
   const int64_t part_bytes = rank_.numel_of(place, flat) * dtype_bytes(place.dtype);
   const FlatMesh& over = rank_.meshes.of(flat);
@@ -283,7 +288,7 @@ void GatheredValues::set_rest(Flat& flat, const Placement& at, char* values,
   Walk walk = rank_.walk_on_host(from, hops(from, flat.rest().place));
   const device::Device* owner = rest.data().device;
   const at::Tensor made =
-      at::empty({owner == nullptr ? 0 : rest.numel}, device::scalar_type(rest.dtype));
+      at::empty({owner == nullptr ? 0 : rest.bytes()}, at::TensorOptions(at::kByte));
   const device::Address to = owner == nullptr ? rest.data() : device::Address(made.data_ptr());
   walk.add(rank_.meshes.of(flat), {values, to, Dtype::kFp32, rest.dtype, flat.numel});
   walk.run(rank_.channels.stage(), label);
@@ -428,7 +433,18 @@ void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Add
     const device::Device* owner = buffer.data().device;
     const at::Tensor seen =
         device::brought(values + (from - first) * size, flat.dtype, to - from, owner);
-    const device::Address edits = device::address_of(seen, owner), kept = buffer.at(from - begin);
+    const device::Address edits = device::address_of(seen, owner);
+    if (is_quantized(buffer.dtype)) {
+      // Values that were not written keep their codes: decoded to fp32, they encode to the same.
+      const at::Tensor all =
+          device::decoded(buffer.data(), buffer.dtype, Dtype::kFp32, buffer.numel, owner);
+      const device::Address values32 = device::address_of(all, owner);
+      device::take_edits(values32 + (from - begin) * 4, Dtype::kFp32, edits, flat.dtype, to - from);
+      device::recode(buffer.data(), buffer.dtype, values32, Dtype::kFp32, buffer.numel);
+      rank_.traffic.put_back(buffer);
+      return rank_.traffic.settle();
+    }
+    const device::Address kept = buffer.at(from - begin);
     if (account == mem::Account::kOptim) {
       exec::take_edits(rank_, flat, {edits, from - owned, to - from}, kept);
     } else {
@@ -453,13 +469,17 @@ void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Add
 void GatheredValues::doubt(const UnitState& unit, const Flat& flat, Buffer& own,
                            device::Address seen) {
   const device::Device* owner = seen.device;
-  at::Tensor kept = device::brought(own.data(), own.dtype, own.numel, owner);
+  const bool quantized = is_quantized(own.dtype);
+  at::Tensor kept =
+      quantized ? device::decoded(own.data(), own.dtype, flat.dtype, own.numel, owner)
+                : device::brought(own.data(), own.dtype, own.numel, owner);
   rank_.traffic.let_go(own);
-  Dtype dtype = own.dtype;
+  const Dtype first = quantized ? flat.dtype : own.dtype;
+  Dtype dtype = first;
   if (!unit.codings.empty()) {
     dtype = flat.dtype;
     kept =
-        device::coded(device::address_of(kept, owner), own.dtype, dtype, own.numel, unit.codings);
+        device::coded(device::address_of(kept, owner), first, dtype, own.numel, unit.codings);
   }
   const at::Tensor edits =
       device::edited_on_device(device::address_of(kept, owner), dtype, seen, flat.dtype, own.numel);
@@ -496,12 +516,13 @@ std::string GatheredValues::edited(int index) {
       doubt(unit, flat, own, whole.at(begin));
       continue;
     }
-    const char* kept = own.data().host();
-    Dtype dtype = own.dtype;
+    const at::Tensor exact = on_host(own, flat.dtype);
+    const char* kept = bytes_of(exact);
+    Dtype dtype = is_quantized(own.dtype) ? flat.dtype : own.dtype;
     at::Tensor rounded;
     if (!unit.codings.empty()) {
-      dtype = whole.dtype;
-      rounded = device::coded(own.data(), own.dtype, dtype, own.numel, unit.codings);
+      const Dtype first = std::exchange(dtype, whole.dtype);
+      rounded = device::coded({bytes_of(exact)}, first, dtype, own.numel, unit.codings);
       kept = bytes_of(rounded);
     }
     const int64_t at =

@@ -80,7 +80,7 @@ class GatheredValues {
   void write(Flat& flat, int64_t first, int64_t numel, device::Address values);
 
  private:
-  at::Tensor on_host(const Buffer& buffer) const;
+  at::Tensor on_host(const Buffer& buffer, Dtype decoded = Dtype::kFp32) const;
   at::Tensor whole(Placement place, const void* own, const Flat& flat, const std::string& label);
   at::Tensor read(Buffer& own, Placement place, mem::Account account, const Flat& flat,
                   const std::string& label);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "src/device/kernels.h"
+#include "src/device/wire_codec.h"
 
 namespace penstock::exec {
 
@@ -66,7 +66,7 @@ void MeshWalk::lay_out(size_t index) {
   Tier sums_at = Tier::kDevice;
   for (size_t i = passes.size(); i-- > 0;) {
     const Pass& pass = passes[i];
-    const int64_t bytes = numel_at(travel, pass.to) * dtype_bytes(dtype_after(travel, i));
+    const int64_t bytes = buffer_bytes(dtype_after(travel, i), numel_at(travel, pass.to));
     if (pass.sums()) sums_at = pass.from.tier;
     if (pass.sums() && !pass.wire.lossy()) {
       const int64_t here = numel_at(travel, pass.from) * dtype_bytes(dtype_before(travel, i));
@@ -273,9 +273,10 @@ void MeshWalk::local(size_t index) const {
     const Travel& travel = travels_[t];
     const Dtype before = dtype_before(travel, index), after = dtype_after(travel, index);
     const int64_t numel = numel_at(travel, pass.from) / pass.parts;
-    const Address from = input(t, index) + pass.part * numel * dtype_bytes(before);
+    const Address whole = input(t, index);
+    const Address from = pass.part == 0 ? whole : whole + pass.part * numel * dtype_bytes(before);
     if (from == stops_[t][index] && before == after) continue;
-    device::take(stops_[t][index], after, from, before, numel, adds_here(travel, index));
+    device::recode(stops_[t][index], after, from, before, numel, adds_here(travel, index));
   }
 }
 
@@ -333,7 +334,7 @@ void MeshWalk::arrive() const {
     const Address at = moved ? stops_[t].back() : travel.from;
     if (at == travel.to) continue;
     const Dtype dtype = moved ? dtype_after(travel, stops_[t].size() - 1) : travel.first;
-    device::take(travel.to, travel.last, at, dtype, numel_at(travel, route_.to), travel.adds);
+    device::recode(travel.to, travel.last, at, dtype, numel_at(travel, route_.to), travel.adds);
   }
 }
 

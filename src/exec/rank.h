@@ -66,7 +66,7 @@ struct Rank {
   // Returns the placement of parameters for computing.
   const Placement& whole() const { return cells.param_forward; }
   Dtype dtype_of(const Placement& place, const Flat& flat) const {
-    return table.dtype_in(place, flat.dtype);
+    return table.dtype_in(place, flat.dtype, flat.quantized);
   }
   int64_t numel_of(const Placement& place, const Flat& flat) const {
     return flat.numel / num_shards(place, meshes.of(flat).mesh);

@@ -25,9 +25,11 @@ struct Buffer {
 
   bool exists() const { return numel > 0; }
   bool on_disk() const { return tier == Tier::kDisk; }
-  int64_t bytes() const { return numel * dtype_bytes(dtype); }
+  int64_t bytes() const { return buffer_bytes(dtype, numel); }
   device::Address data() const { return memory.data(); }
-  device::Address at(int64_t element) const { return memory.data() + element * dtype_bytes(dtype); }
+  device::Address at(int64_t element) const {
+    return element == 0 ? data() : data() + element * dtype_bytes(dtype);
+  }
 };
 
 // Usable from any thread, but only one thread at a time may use a buffer. A buffer may be a part of

@@ -93,6 +93,20 @@ void climb(std::vector<Move>& moves, Tier from, Tier to) {
   }
 }
 
+// When a cast runs: before the copies to the tier of the collectives, between these copies and the
+// collectives, or after everything else.
+enum class Turn : uint8_t { kNever, kFirst, kBetween, kLast };
+
+// Collectives need the device tier. Casting to a narrower dtype before them, or to a wider dtype
+// after them, saves bytes. Collectives cannot read quantized values, so these are decoded before
+// them, but after the copies.
+Turn turn_of_cast(Dtype from, Dtype to, bool changes_layout) {
+  if (from == to) return Turn::kNever;
+  if (is_quantized(from)) return changes_layout ? Turn::kBetween : Turn::kLast;
+  if (is_quantized(to)) return Turn::kLast;
+  return dtype_bytes(to) > dtype_bytes(from) ? Turn::kLast : Turn::kFirst;
+}
+
 }  // namespace
 
 bool applies(const Placement& place, const Move& move) {
@@ -133,20 +147,19 @@ std::vector<Move> hops(const Placement& from, const Placement& to, const Wires& 
       throw ConfigError(concat("[place::hops] no move takes ", from.text(), " to ", to.text(),
                                ": a copy that is whole or sharded over ", row.name,
                                " cannot become a partial sum"));
-  // Collectives need the device tier. Casting to a narrower dtype before them, or to a wider dtype
-  // after them, saves bytes.
-  const Move cast{.kind = MoveKind::kCast, .dtype = to.dtype};
-  const bool widens = dtype_bytes(to.dtype) > dtype_bytes(from.dtype);
-  std::vector<Move> moves;
-  if (to.dtype != from.dtype && !widens) moves.push_back(cast);
   const std::vector<Move> relayout = layout_moves(from, to, wires);
+  const Turn turn = turn_of_cast(from.dtype, to.dtype, !relayout.empty());
+  const Move cast{.kind = MoveKind::kCast, .dtype = to.dtype};
+  std::vector<Move> moves;
+  if (turn == Turn::kFirst) moves.push_back(cast);
   const bool needs_device = std::any_of(relayout.begin(), relayout.end(),
                                         [](const Move& move) { return move.is_collective(); });
   const Tier tier = needs_device ? Tier::kDevice : from.tier;
   climb(moves, from.tier, tier);
+  if (turn == Turn::kBetween) moves.push_back(cast);
   moves.insert(moves.end(), relayout.begin(), relayout.end());
   climb(moves, tier, to.tier);
-  if (widens) moves.push_back(cast);
+  if (turn == Turn::kLast) moves.push_back(cast);
   return moves;
 }
 

@@ -9,7 +9,7 @@ namespace penstock {
 
 namespace {
 
-constexpr std::array<const char*, 3> kDtypeNames = {"fp32", "bf16", "fp16"};
+constexpr std::array<const char*, 5> kDtypeNames = {"fp32", "bf16", "fp16", "int8/128", "int4/64"};
 constexpr std::array<const char*, 3> kTierNames = {"device", "host", "disk"};
 constexpr std::array<const char*, 8> kMoveNames = {
     "all_gather", "reduce_scatter", "all_reduce", "slice", "copy", "cast", "all_to_all", "shift"};
@@ -91,7 +91,24 @@ std::vector<Axis> parse_axes(std::string_view text) {
 
 }  // namespace
 
-int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : 2; }
+int64_t dtype_bytes(Dtype dtype) {
+  PENSTOCK_ASSERT(!is_quantized(dtype), "[place::dtype_bytes] one value has no bytes of its own");
+  return dtype == Dtype::kFp32 ? 4 : 2;
+}
+
+bool is_quantized(Dtype dtype) { return dtype == Dtype::kInt8 || dtype == Dtype::kInt4; }
+
+Wire code_of(Dtype dtype) {
+  PENSTOCK_ASSERT(is_quantized(dtype), "[place::code_of] the dtype is not quantized");
+  return Wire::parse(dtype_name(dtype));
+}
+
+int64_t buffer_bytes(Dtype dtype, int64_t numel) {
+  constexpr int64_t kBlock = 512;
+  if (!is_quantized(dtype)) return numel * dtype_bytes(dtype);
+  return (code_of(dtype).encoded_bytes(numel) + kBlock - 1) / kBlock * kBlock;
+}
+
 const char* dtype_name(Dtype dtype) { return kDtypeNames[static_cast<size_t>(dtype)]; }
 const char* tier_name(Tier tier) { return kTierNames[static_cast<size_t>(tier)]; }
 const char* move_kind_name(MoveKind kind) { return kMoveNames[static_cast<size_t>(kind)]; }

@@ -14,10 +14,18 @@ namespace penstock {
 
 enum class Layout : uint8_t { kReplicated, kSharded, kPartial };  // R, S, P
 enum class Tier : uint8_t { kDevice, kHost, kDisk };
-enum class Dtype : uint8_t { kFp32, kBf16, kFp16 };
+// [Note: Quantized parameters] The last two dtypes are quantized: blocks of small integers, each
+// block with one fp32 scale. Only frozen parameters at rest have them. They take the encoded form
+// of a wire ([Note: Wires]), and each shard is encoded by itself. A unit computes with the values
+// decoded and rounded to its own dtype, so a forward rounds nothing that `rest` did not round.
+enum class Dtype : uint8_t { kFp32, kBf16, kFp16, kInt8, kInt4 };
 
-int64_t dtype_bytes(Dtype dtype);
-const char* dtype_name(Dtype dtype);       // "fp32" "bf16" "fp16"
+int64_t dtype_bytes(Dtype dtype);  // of one value; not for quantized dtypes
+bool is_quantized(Dtype dtype);
+Wire code_of(Dtype dtype);  // of a quantized dtype
+// Returns the bytes of a buffer with `numel` values. Quantized buffers fill whole disk blocks.
+int64_t buffer_bytes(Dtype dtype, int64_t numel);
+const char* dtype_name(Dtype dtype);       // "fp32" "bf16" "fp16" "int8/128" "int4/64"
 const char* tier_name(Tier tier);          // "device" "host" "disk"
 Dtype parse_dtype(std::string_view text);  // throws ConfigError
 Tier parse_tier(std::string_view text);    // throws ConfigError

@@ -100,6 +100,8 @@ class Checker {
                                                        {Role::kGrad, Phase::kUpdate}};
     for (const auto& [role, phase] : cells) {
       const Dtype dtype = cell(role, phase).dtype;
+      // quantize.dtype sets these cells, for parameters that do not train.
+      if (role == Role::kParam && is_quantized(dtype)) continue;
       if (dtype == precision_ || dtype == Dtype::kFp32) continue;
       refuse(role, phase, "precision",
              concat("a dtype narrower than the precision would change the result: it can be ",
@@ -202,6 +204,9 @@ class Checker {
     }
     if (rest.tier == Tier::kDisk) {
       refuse_residual("it is read and written in every sum: the tier can be device or host");
+    }
+    if (is_quantized(rest.dtype)) {
+      refuse_residual("it collects rounding errors and is never rounded: write bf16 or fp32");
     }
     if (rest.dtype == Dtype::kFp16 || precision_ == Dtype::kFp16) {
       refuse_residual(

@@ -11,12 +11,13 @@
 namespace penstock {
 
 // One flat of a unit. Its parameters have the same dtype and the same placement over the model
-// axes, and all train or all are frozen.
+// axes, all train or all are frozen, and all or none are quantized.
 struct FlatDesc {
   int64_t numel = 0;           // padded to a multiple of the number of data ranks
   Dtype dtype = Dtype::kFp32;  // the compute dtype
   bool trainable = true;
   ModelPlacement placement{};
+  bool quantized = false;  // rests in the table's quantized dtype
   bool operator==(const FlatDesc&) const = default;
 };
 

@@ -120,6 +120,23 @@ void set_residual(const Codec& codec, const Mesh& mesh, Table& table) {
   table.set(Role::kResidual, Phase::kRest, Placement::parse(concat(layout, "@", codec.residual)));
 }
 
+// Parameters that are held as they rest are quantized there, too.
+void set_quantized(const Config& config, Table& table) {
+  const Placement rest = table.at(Role::kParam, Phase::kRest);
+  const bool plain = rest.dtype == table.at(Role::kParam, Phase::kForward).dtype;
+  if (is_quantized(rest.dtype) || (!plain && config.quantize.dtype != "none")) {
+    throw ConfigError(concat("[plan::table_of] table.param.rest is \"", rest.text(),
+                             "\". Write the dtype in which the model computes, and set "
+                             "\"quantize.dtype\" for frozen parameters that rest quantized"));
+  }
+  if (config.quantize.dtype == "none") return;
+  Placement quantized = rest;
+  quantized.dtype = config.quantize.dtype == "int8" ? Dtype::kInt8 : Dtype::kInt4;
+  for (const Phase phase : {Phase::kRest, Phase::kHold}) {
+    if (table.at(Role::kParam, phase) == rest) table.set(Role::kParam, phase, quantized);
+  }
+}
+
 }  // namespace
 
 Table table_of(const Config& config, const ModelDesc& model) {
@@ -154,6 +171,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
       }
     }
   }
+  set_quantized(config, table);
   if (codec != nullptr && !gives_deltas(config)) set_deltas(*codec, mesh_of(config), table);
   if (codec != nullptr) set_residual(*codec, mesh_of(config), table);
   set_base(mesh_of(config), table);

@@ -76,7 +76,8 @@ Table Table::on(const Mesh& mesh) const {
 
 // A model may mix dtypes. If a cell has the table's precision, it means the compute dtype of each
 // parameter.
-Dtype Table::dtype_in(const Placement& cell, Dtype own) const {
+Dtype Table::dtype_in(const Placement& cell, Dtype own, bool quantized) const {
+  if (is_quantized(cell.dtype)) return quantized ? cell.dtype : own;
   return cell.dtype == at(Role::kParam, Phase::kForward).dtype ? own : cell.dtype;
 }
 
@@ -148,7 +149,8 @@ bool Table::grads_come_in_chunks() const {
 // hops() plans a publish like every other move. If the placements are equal but a master exists,
 // the values still move to a second buffer; this move is written as a cast.
 std::vector<Move> Table::publish() const {
-  const Placement& rest = at(Role::kParam, Phase::kRest);
+  Placement rest = at(Role::kParam, Phase::kRest);
+  if (is_quantized(rest.dtype)) rest.dtype = at(Role::kParam, Phase::kForward).dtype;
   std::vector<Move> moves = hops(master(), rest, wires.publish);
   if (moves.empty() && has_master(rest.dtype)) {
     moves = {{.kind = MoveKind::kCast, .dtype = rest.dtype}};

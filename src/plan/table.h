@@ -59,8 +59,9 @@ class Table {
   // Returns the table with every cell normalized for this mesh (normalize()).
   Table on(const Mesh& mesh) const;
   // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
-  // the table's precision (an fp32 router in a bf16 model), else the cell's dtype.
-  Dtype dtype_in(const Placement& cell, Dtype own) const;
+  // the table's precision (an fp32 router in a bf16 model), else the cell's dtype. Only a flat with
+  // `quantized` takes a quantized dtype.
+  Dtype dtype_in(const Placement& cell, Dtype own, bool quantized = false) const;
   // Returns whether the optimizer keeps a separate fp32 master for a parameter of this dtype. If
   // not, the resting parameter is the master: it is fp32, rests where the optimizer works, and
   // contains the elements that this rank updates.

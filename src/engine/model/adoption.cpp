@@ -148,8 +148,8 @@ void refuse_nonfinite(const exec::Flat& flat, const at::Tensor& values) {
     throw ConfigError(
         concat("[engine::initialize] parameter \"", slot.name,
                "\" has a value that is not finite. A lossy wire of parameters (comm.codec, "
-               "table.wire.param or table.wire.publish) would make the values beside it NaN. Make "
-               "the parameter a buffer, or use the plain wire"));
+               "table.wire.param or table.wire.publish) or \"quantize\" would make the values "
+               "beside it NaN. Make the parameter a buffer, or leave its values plain"));
   }
 }
 
@@ -192,7 +192,8 @@ void Adoption::leave_in_files(const ModelTree& tree) {
   if (rest.tier != Tier::kDisk || table.wires.param.lossy()) return;
   for (exec::UnitState& unit : executor_.units()) {
     for (exec::Flat& flat : unit.flats) {
-      if (table.dtype_in(rest, flat.dtype) == flat.dtype) flat.files = parts_in_files(flat, tree);
+      const Dtype dtype = table.dtype_in(rest, flat.dtype, flat.quantized);
+      if (dtype == flat.dtype) flat.files = parts_in_files(flat, tree);
     }
   }
 }
@@ -241,7 +242,8 @@ void Adoption::take(const ModelTree& tree, const Config& config,
       const std::string label = concat("initial u", unit, ".", part.flat->number);
       const at::Tensor values = take_values(part, label, tree, is_narrow);
       const TableWires& wires = executor_.table().wires;
-      if (wires.param.lossy() || (wires.publish.lossy() && part.flat->trainable)) {
+      const bool publishes = wires.publish.lossy() && part.flat->trainable;
+      if (wires.param.lossy() || publishes || part.flat->quantized) {
         refuse_nonfinite(*part.flat, values);
       }
       if (part.here) {

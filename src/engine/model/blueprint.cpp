@@ -52,6 +52,17 @@ ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stag
   return place;
 }
 
+// Returns whether a parameter rests quantized: whether it is frozen and has one of the names of
+// quantize.params. Without names: whether it is a matrix of a block.
+bool is_quantized(const Config& config, const UnitSpec& spec, const ParamInfo& info) {
+  if (config.quantize.dtype == "none" || info.param.requires_grad()) return false;
+  const std::vector<std::string>& names = config.quantize.params;
+  if (names.empty()) return spec.block && info.param.dim() >= 2;
+  return std::any_of(names.begin(), names.end(), [&](const std::string& pattern) {
+    return fnmatch(pattern.c_str(), info.name.c_str(), 0) == 0;
+  });
+}
+
 exec::Slot slot_of(const ParamInfo& info, int named, const Mesh& over, int rank) {
   exec::Slot slot;
   slot.name = info.name;
@@ -71,7 +82,7 @@ exec::Slot slot_of(const ParamInfo& info, int named, const Mesh& over, int rank)
   return slot;
 }
 
-// Makes one flat per unit, dtype, trainability and placement over the model axes.
+// Makes one flat per unit, dtype, trainability, placement over the model axes and form at rest.
 std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<UnitSpec>& specs,
                                      const Config& config, const Stages& stages, const Mesh& mesh,
                                      int rank) {
@@ -86,13 +97,14 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       const Dtype dtype = compute_dtype(config, tree.params[named]);
       const bool trainable = info.param.requires_grad();
       const ModelPlacement placement = placement_of(info, index, stages, mesh, config.mesh.expert);
+      const bool quantized = is_quantized(config, spec, tree.params[named]);
       exec::Flat* flat = nullptr;
       for (exec::Flat& one : unit.flats) {
         const bool alike = one.dtype == dtype && one.trainable == trainable;
-        if (alike && one.placement == placement) flat = &one;
+        if (alike && one.placement == placement && one.quantized == quantized) flat = &one;
       }
       if (flat == nullptr) {
-        flat = &unit.flats.emplace_back(dtype, trainable, placement);
+        flat = &unit.flats.emplace_back(dtype, trainable, placement, quantized);
         flat->number = static_cast<int>(unit.flats.size()) - 1;
       }
       flat->add(slot_of(info, named, placement.mesh(mesh), rank), unit.name);
@@ -135,7 +147,8 @@ ModelDesc describe(const std::vector<exec::UnitState>& units, const std::vector<
   for (size_t unit = 0; unit < units.size(); ++unit) {
     UnitDesc desc{.name = units[unit].name, .flats = {}, .block = specs[unit].block};
     for (const exec::Flat& flat : units[unit].flats) {
-      desc.flats.push_back({flat.numel, flat.dtype, flat.trainable, flat.placement});
+      desc.flats.push_back(
+          {flat.numel, flat.dtype, flat.trainable, flat.placement, flat.quantized});
     }
     model.units.push_back(desc);
   }
@@ -154,6 +167,24 @@ Question question_of(const Blueprint& blueprint, const Room& room, bool external
   const Machine machine = is_on_host(blueprint) ? Machine::cpu() : Machine();
   return {
       {config, blueprint.mesh.world(), 0, machine, room}, {config.strategy}, external_optimizer};
+}
+
+// Throws ConfigError if "quantize" has no effect.
+void check_quantized(const Config& config, const std::vector<exec::UnitState>& units) {
+  if (config.quantize.dtype == "none") return;
+  bool any = false;
+  for (const exec::UnitState& unit : units) {
+    for (const exec::Flat& flat : unit.flats) any |= flat.quantized;
+  }
+  if (any) return;
+  throw ConfigError(
+      concat("[engine::draw] \"quantize.dtype\" is \"", config.quantize.dtype,
+             "\", but no parameter is quantized. Only frozen parameters are: set \"inference\", "
+             "or requires_grad=False. ",
+             config.quantize.params.empty()
+                 ? "Without quantize.params they must be matrices in blocks of the model; give "
+                   "name patterns for others"
+                 : concat("The patterns are ", join(config.quantize.params, ", "))));
 }
 
 // Throws ConfigError for settings that do not work with tensor ranks yet.
@@ -288,6 +319,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   }
   const int at = drawn.mesh.coordinate(rank, Axis::kPipeline);
   drawn.units = lay_out(split, drawn.specs, config, drawn.stages, drawn.mesh, rank);
+  check_quantized(config, drawn.units);
   // The fingerprint is made before keep_own(), because it must be equal on all stages.
   drawn.print = fingerprint(drawn.units);
   if (pipeline > 1) keep_own(drawn.units, at);
@@ -404,7 +436,8 @@ std::string fingerprint(const std::vector<exec::UnitState>& units) {
     for (const exec::Flat& flat : unit.flats) {
       for (const exec::Slot& slot : flat.slots) {
         text += concat("parameter \"", slot.name, "\" ", at::IntArrayRef(slot.whole), " ",
-                       dtype_name(flat.dtype), flat.trainable ? "" : " frozen", text_of(slot.cut),
+                       dtype_name(flat.dtype), flat.trainable ? "" : " frozen",
+                       flat.quantized ? " quantized" : "", text_of(slot.cut),
                        " in unit ", unit.name, "\n");
       }
     }

@@ -20,6 +20,7 @@
 #include "src/base/text.h"
 #include "src/ckpt/inventory.h"
 #include "src/device/kernels.h"
+#include "src/device/wire_codec.h"
 #include "src/engine/model/residual_state.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/window_agreement.h"
@@ -207,6 +208,11 @@ struct Values::ParamState {
 
   mem::Tiers& tiers() { return state.tiers; }
 
+  // Returns a quantized buffer's values in fp32, in host memory.
+  static at::Tensor decoded(const exec::Buffer& buffer) {
+    return device::decoded(buffer.data(), buffer.dtype, Dtype::kFp32, buffer.numel, nullptr);
+  }
+
   // Copies user edits of low-precision parameters to their fp32 values in host memory.
   static void take_edits(void* values, const exec::Buffer& edits, int64_t first, int64_t numel) {
     const at::Tensor seen = device::brought(edits.at(first), edits.dtype, numel, nullptr);
@@ -220,8 +226,15 @@ struct Values::ParamState {
         OwnedRange& part = all.emplace_back();
         part.begin = piece.global.begin;
         part.values.resize(static_cast<size_t>(piece.numel));
-        device::take(bytes_of(part.values), Dtype::kFp32, one.buffer->at(piece.at - one.first),
-                     one.buffer->dtype, piece.numel, false);
+        if (one.flat->quantized) {
+          const at::Tensor values = decoded(*one.buffer);
+          std::memcpy(part.values.data(),
+                      static_cast<const float*>(values.const_data_ptr()) + (piece.at - one.first),
+                      static_cast<size_t>(piece.numel) * 4);
+        } else {
+          device::take(bytes_of(part.values), Dtype::kFp32, one.buffer->at(piece.at - one.first),
+                       one.buffer->dtype, piece.numel, false);
+        }
         if (!tiers().computes.is_host()) tiers().computes.synchronize();
         if (one.edits != nullptr) {
           take_edits(bytes_of(part.values), *one.edits, piece.at - one.edits_first, piece.numel);
@@ -294,7 +307,17 @@ struct Values::ParamState {
   void write_buffer(Holding& one, const float* full) {
     with_values(one, [&] {
       state.executor->traffic().changes(*one.buffer);
-      put(one, full, one.buffer->data(), one.buffer->dtype, one.first);
+      if (one.flat->quantized) {
+        const at::Tensor values = decoded(*one.buffer);
+        put(one, full, device::address_of(values, nullptr), Dtype::kFp32, one.first);
+        const device::Device* const where = one.buffer->data().device;
+        const at::Tensor sent =
+            device::brought(device::address_of(values, nullptr), Dtype::kFp32, values.numel(), where);
+        device::recode(one.buffer->data(), one.buffer->dtype, device::address_of(sent, where),
+                       Dtype::kFp32, values.numel());
+      } else {
+        put(one, full, one.buffer->data(), one.buffer->dtype, one.first);
+      }
       state.executor->traffic().put_back(*one.buffer);
       state.executor->traffic().settle();
     });

@@ -220,6 +220,14 @@ void parse_offload(const Json& value, Config* config) {
     section.refuse_without_effect({"timeout_s"}, nothing);
 }
 
+void parse_quantize(const Json& value, QuantizeConfig* quantize) {
+  const ConfigSection section(value, "quantize", {"dtype", "params"});
+  quantize->dtype = section.choice("dtype", quantize->dtype, {"none", "int8", "int4"});
+  parse_names(section, "params", "a list of name patterns", &quantize->params);
+  if (quantize->dtype == "none")
+    section.refuse_without_effect({"params"}, "while quantize.dtype is \"none\"");
+}
+
 // Runs after parse_offload(), whose activations tier needs recomputed units.
 void parse_activations(const ConfigSection& top, Config* config) {
   const Json* value = top.find("activations");
@@ -501,6 +509,7 @@ void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("parallel")) parse_parallel(*value, config);
   if (const Json* value = top.find("dtypes")) parse_dtypes(*value, config);
   if (const Json* value = top.find("offload")) parse_offload(*value, config);
+  if (const Json* value = top.find("quantize")) parse_quantize(*value, &config->quantize);
   if (const Json* value = top.find("memory")) {
     const ConfigSection memory(*value, "memory", {"device_bytes", "host_bytes"});
     memory.read_bytes("device_bytes", &config->memory.device_bytes);
@@ -532,7 +541,8 @@ Config Config::parse(const std::string& json_text) {
       json, "", {"strategy", "table",       "mesh",      "precision",      "dtypes",   "offload",
                  "memory",   "activations", "optimizer", "schedule",       "batch",    "loss_scale",
                  "clip",     "units",       "tiling",    "prefetch_bytes", "comm",     "checkpoint",
-                 "monitor",  "seed",        "nonfinite", "parallel",       "inference"});
+                 "monitor",  "seed",        "nonfinite", "parallel",       "inference",
+                 "quantize"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))

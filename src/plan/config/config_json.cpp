@@ -122,6 +122,7 @@ std::string Config::json(int indent) const {
                     {"timeout_s", offload.timeout_s}};
   out["memory"] = {{"device_bytes", or_null(memory.device_bytes, -1)},
                    {"host_bytes", or_null(memory.host_bytes, -1)}};
+  out["quantize"] = {{"dtype", quantize.dtype}, {"params", quantize.params}};
   out["activations"] = {{"checkpoint", checkpoint_json(activations.checkpoint)}};
   out["loss_scale"] = {{"initial", loss_scale.initial},
                        {"window", loss_scale.window},

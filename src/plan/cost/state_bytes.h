@@ -36,7 +36,7 @@ class StateBytes {
     const auto [begin, end] = range_of(chunk, owned(flat, place));
     const int64_t numel = end - begin;
     if (role == Role::kResidual) return numel * dtype_bytes(place.dtype);
-    if (role != Role::kOptim) return numel * dtype_bytes(table_.dtype_in(place, flat.dtype));
+    if (role != Role::kOptim) return penstock::buffer_bytes(dtype_in(place, flat), numel);
     const auto moments = static_cast<double>(numel * dtype_bytes(place.dtype)) * moments_per_param_;
     return static_cast<int64_t>(moments) + (table_.has_master(flat.dtype) ? numel * 4 : 0);
   }
@@ -98,8 +98,8 @@ class StateBytes {
   int64_t largest_flat(int unit, const Placement& place) const {
     int64_t largest = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
-      const Dtype dtype = table_.dtype_in(place, flat.dtype);
-      largest = std::max(largest, owned(flat, place) * dtype_bytes(dtype));
+      const int64_t bytes = penstock::buffer_bytes(dtype_in(place, flat), owned(flat, place));
+      largest = std::max(largest, bytes);
     }
     return largest;
   }
@@ -136,7 +136,7 @@ class StateBytes {
         const bool elsewhere = there && pass.sums() && pass.to.tier != Tier::kDevice;
         const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
         if (stands && (elsewhere || !(adds ? i + 1 == way.passes.size() : way.ends_at(i))))
-          sum += owned(flat, pass.to) * dtype_bytes(dtype_after(way, i, flat));
+          sum += penstock::buffer_bytes(dtype_after(way, i, flat), owned(flat, pass.to));
       }
       sum += received;
     });
@@ -153,8 +153,7 @@ class StateBytes {
   }
 
   Dtype dtype_after(const Route& way, size_t pass, const FlatDesc& flat) const {
-    return way.dtype_after(pass, table_.dtype_in(way.from, flat.dtype),
-                           table_.dtype_in(way.to, flat.dtype));
+    return way.dtype_after(pass, dtype_in(way.from, flat), dtype_in(way.to, flat));
   }
 
   // Returns the bytes that a rank sends to each peer of a collective that moves the flat. `here`:
@@ -188,7 +187,7 @@ class StateBytes {
     const int64_t numel = owned(flat, pass.from);
     if (!pass.sums()) return numel * dtype_bytes(dtype_after(way, index, flat));
     const Dtype before =
-        index == 0 ? table_.dtype_in(way.from, flat.dtype) : dtype_after(way, index - 1, flat);
+        index == 0 ? dtype_in(way.from, flat) : dtype_after(way, index - 1, flat);
     return numel * dtype_bytes(before) / group_size(pass.axes, flat);
   }
 
@@ -227,6 +226,10 @@ class StateBytes {
       if (pass.kind == PassKind::kAllGather) packed = std::max(packed, packing.gather_bytes(size));
     }
     return packed;
+  }
+
+  Dtype dtype_in(const Placement& place, const FlatDesc& flat) const {
+    return table_.dtype_in(place, flat.dtype, flat.quantized);
   }
 
   const Table table_;
