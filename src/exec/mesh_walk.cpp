@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "src/device/kernels.h"
 #include "src/device/wire_codec.h"
 
 namespace penstock::exec {
