@@ -72,6 +72,8 @@ CLAIMS = [
     ),
     ("docs/tables.md", '"residual": {"rest": "PP@host', "tests/parity/test_residuals.py"),
     ("docs/tables.md", '"publish": "int4/128"', "tests/parity/test_deltas.py"),
+    ("docs/tables.md", '"quantize": {"dtype": "int4"}', "tests/parity/test_quantized.py"),
+    ("docs/tables.md", "| `int4/64` | 0.563 |", "src/place/placement_test.cpp"),
     ("docs/slow_networks.md", "a GPT of 25M parameters", "benchmarks/slow_network.py"),
     ("docs/slow_networks.md", '"codec": "local"', "tests/parity/test_outer_steps.py"),
     ("docs/tables.md", '"strategy": "mics"', "tests/parity/tables/tables_test.cpp"),

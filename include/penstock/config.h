@@ -96,6 +96,7 @@ struct OffloadConfig {
   std::string gradients = "none";  // "none" (where the update runs) "host" "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // host memory for streaming optimizer state that is on disk
+  int64_t keep_bytes = 0;    // of parameters that stay whole between forwards, for inference
   bool late_update = false;  // step() returns after the norm; units are updated before use
   bool checksums = false;    // checks that data read from disk equals the data written
   double timeout_s = 60.0;   // longest wait for the disk without a completed request

@@ -95,8 +95,11 @@ at::ScalarType scalar_type(Dtype dtype) {
       return at::kBFloat16;
     case Dtype::kFp16:
       return at::kHalf;
+    case Dtype::kInt8:
+    case Dtype::kInt4:
+      break;
   }
-  throw Bug("[device::scalar_type] unknown dtype");
+  throw Bug("[device::scalar_type] torch has no type for quantized values");
 }
 
 std::optional<Dtype> find_dtype(at::ScalarType type) {

@@ -388,6 +388,32 @@ TEST_P(WireCodecTest, CodedValuesAreThoseThatArrive) {
   }
 }
 
+// Decoded to fp32, values encode to the same bytes again.
+TEST_P(WireCodecTest, QuantizedBuffersAreEncodedAndDecoded) {
+  for (const Dtype dtype : {Dtype::kInt8, Dtype::kInt4}) {
+    for (const int64_t numel : {128, 5'000, 100'000}) {
+      const std::vector<float> given = values_of(numel, 7);
+      const Bytes bytes = in_dtype(given, Dtype::kBf16);
+      const Wire wire = code_of(dtype);
+      const Bytes wanted = encoded(bytes, Dtype::kBf16, wire, {});
+      const std::vector<float> values = decoded(wanted, numel, wire);
+      for (const Device* device : {static_cast<const Device*>(nullptr), &by_torch()}) {
+        Bytes rests(static_cast<size_t>(buffer_bytes(dtype, numel))), given_there = bytes;
+        recode({rests.data(), device}, dtype, {given_there.data()}, Dtype::kBf16, numel);
+        ASSERT_TRUE(std::equal(wanted.begin(), wanted.end(), rests.begin())) << numel;
+        const at::Tensor seen =
+            device::decoded({rests.data(), device}, dtype, Dtype::kFp32, numel, nullptr);
+        ASSERT_EQ(std::memcmp(seen.const_data_ptr(), values.data(), values.size() * 4), 0);
+        Bytes again(rests.size()), moved(rests.size());
+        recode({again.data()}, dtype, {seen.data_ptr()}, Dtype::kFp32, numel);
+        ASSERT_TRUE(std::equal(wanted.begin(), wanted.end(), again.begin())) << numel;
+        recode({moved.data()}, dtype, {rests.data(), device}, dtype, numel);
+        ASSERT_EQ(moved, rests);
+      }
+    }
+  }
+}
+
 TEST_P(WireCodecTest, DeltasAreEncodedFromABaseAndAddedToIt) {
   for (const Wire& wire : {Wire{Code::kInt4, 64, Rounding::kNearest, true},
                            Wire{Code::kInt8, 128, Rounding::kNearest, true}}) {

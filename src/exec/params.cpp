@@ -52,15 +52,15 @@ void Params::go(const std::vector<int>& units, const std::vector<Move>& moves,
   for (const int unit : units) put_away(unit, moves, label);
 }
 
-// Starts the reads of source copies that are on disk.
-void Params::fetch(const std::vector<int>& units, const Placement& from) {
+// Starts the reads of source copies that are on disk. `straight`: the caller starts them.
+void Params::fetch(const std::vector<int>& units, const Placement& from, bool straight) {
   for (const int index : units) {
     UnitState& unit = rank_.units[index];
     unit.param_ready.wait();
     // The read must come after the update's write.
     if (from.tier == Tier::kDisk) unit.updated.wait();
     for (Flat& flat : unit.flats) {
-      rank_.traffic.fetch(find(flat.params, from)->one(), mem::Account::kParam);
+      if (!straight) rank_.traffic.fetch(find(flat.params, from)->one(), mem::Account::kParam);
     }
   }
 }
@@ -70,8 +70,9 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   auto walk = std::make_shared<Walk>(rank_.walk(from, moves));
   std::vector<std::vector<Copy>> arriving(units.size());
   std::vector<device::Fence> updated;
+  const bool straight = walk->route().only_reads() && !rank_.on_accelerator();
   try {  // if there is too little memory, this throws before anything has changed
-    fetch(units, from);
+    fetch(units, from, straight);
     for (size_t i = 0; i < units.size(); ++i) {
       UnitState& unit = rank_.units[units[i]];
       updated.push_back(unit.updated);
@@ -79,16 +80,26 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
         const Buffer& source = find(flat.params, from)->one();
         std::vector<Copy> made;
         Copy& copy = rank_.open(made, walk->route().to, flat, mem::Account::kParam);
-        walk->add(rank_.meshes.of(flat), {source.data(), copy.one().data(), source.dtype,
-                                          copy.one().dtype, flat.numel, false, source.moving});
+        Buffer& working = copy.one();
+        if (straight && source.exists()) {
+          working.moving = rank_.traffic.read(source, working.data());
+        }
+        walk->add(rank_.meshes.of(flat),
+                  {straight ? working.data() : source.data(), working.data(), source.dtype,
+                   working.dtype, flat.numel, false, straight ? working.moving : source.moving});
         arriving[i].push_back(std::move(copy));
       }
     }
     walk->ready();
   } catch (...) {
-    for (const int index : units) {
-      for (Flat& flat : rank_.units[index].flats) {
-        Buffer& source = find(flat.params, from)->one();
+    for (size_t i = 0; i < units.size(); ++i) {
+      std::vector<Flat>& flats = rank_.units[units[i]].flats;
+      for (size_t f = 0; f < flats.size(); ++f) {
+        Buffer& source = find(flats[f].params, from)->one();
+        if (straight && f < arriving[i].size()) {  // memory that a read may still write to
+          source.memory = std::move(arriving[i][f].one().memory);
+          source.moving = arriving[i][f].one().moving;
+        }
         if (source.on_disk()) rank_.traffic.drop(source);
       }
     }

@@ -42,7 +42,7 @@ class Params {
   void bring(const std::vector<int>& units, const Placement& from, const std::vector<Move>& moves,
              const comm::Label& label);
   void put_away(int unit, const std::vector<Move>& moves, const comm::Label& label);
-  void fetch(const std::vector<int>& units, const Placement& from);
+  void fetch(const std::vector<int>& units, const Placement& from, bool straight);
   void settle(UnitState& unit);
   void attach(UnitState& unit);
   void detach(UnitState& unit);

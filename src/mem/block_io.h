@@ -20,8 +20,8 @@ struct BlockRequest {
   // Called once, on a thread of the BlockIo, with -errno or with the number of bytes moved, which
   // may be smaller than `bytes`. `done` may call submit().
   std::function<void(int64_t)> done;
-  bool any_offset =
-      false;  // a read at any offset and address, through aligned memory; threads only
+  // A read at any offset and address, through aligned memory; on threads only.
+  bool any_offset = false;
 };
 
 // Any thread may submit. The destructor blocks until all requests have ended, without a time limit.

@@ -67,7 +67,8 @@ struct DiskTicket::Impl {      // guarded by the disk's mutex
 struct Disk::Impl {
   struct Request {  // at most one stripe
     std::shared_ptr<DiskTicket::Impl> ticket;
-    std::string place;  // the file's name in texts
+    std::string_view place;  // the folder of the swap file, or the path of a user's file
+    bool swaps = true;
     BlockIo* io = nullptr;
     int cached = -1;  // descriptor that goes through the page cache, for a file that bypasses it
     BlockRequest whole;
@@ -79,7 +80,7 @@ struct Disk::Impl {
 
     std::string text() const {
       return concat(whole.write ? "write" : "read", " of ", whole.bytes, " bytes at offset ",
-                    whole.offset, " of ", place);
+                    whole.offset, swaps ? " of the swap file in \"" : " of \"", place, "\"");
     }
   };
 
@@ -89,7 +90,7 @@ struct Disk::Impl {
   void choose_cache();  // sets around_cache
   // Requires the mutex.
   Request* add(const std::shared_ptr<DiskTicket::Impl>& ticket, BlockRequest whole,
-               std::string place);
+               std::string_view place);
   void allocate();
   void submit(Request& request);
   void ended(Request& request, int64_t result);
@@ -104,7 +105,7 @@ struct Disk::Impl {
   std::map<int, std::shared_ptr<const int>> around_cache;
   std::once_flag cache_chosen;                // choose_cache() has run
   std::deque<std::vector<FilePart>> adopted;  // guarded by mutex; extents of users' files
-  std::atomic<int64_t> reserved = 0;
+  std::atomic<int64_t> reserved = 0, adopted_bytes = 0;
   std::mutex claiming;  // held by claim() and allocate()
   int64_t claimed = 0;  // guarded by claiming; bytes of each file
   std::mutex mutex;
@@ -168,7 +169,7 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
                              index / num_files * stripe + at % stripe,
                              size,
                              {}},
-                            concat("the swap file in \"", file.folder(), "\"")));
+                            file.folder()));
       started.back()->io = io.get();
       at += size;
     }
@@ -178,14 +179,14 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
 }
 
 Disk::Impl::Request* Disk::Impl::add(const std::shared_ptr<DiskTicket::Impl>& ticket,
-                                     BlockRequest whole, std::string place) {
+                                     BlockRequest whole, std::string_view place) {
   if (in_flight.empty()) busy_since = Clock::now();
   const trace::Text& line = trace::Recorder::line_here();
   in_flight.emplace_back();
   Request& request = in_flight.back();
   request.self = std::prev(in_flight.end());
   request.ticket = ticket;
-  request.place = std::move(place);
+  request.place = place;
   request.line = line ? line : whole.write ? write_text : read_text;
   request.whole = std::move(whole);
   request.since = Clock::now();
@@ -257,7 +258,8 @@ DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
                              size,
                              {},
                              direct},
-                            concat("\"", part.path, "\"")));
+                            part.path));
+      started.back()->swaps = false;
       started.back()->io = file_io.get();
       started.back()->cached = part.file;
       at += size;
@@ -290,7 +292,7 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   }
   const int64_t left = request.whole.bytes - request.moved;
   // In swap files the rest begins at a whole block, as O_DIRECT requires.
-  const int64_t unit = request.io == io.get() ? kBlockBytes : 1;
+  const int64_t unit = request.swaps ? kBlockBytes : 1;
   const int64_t whole = result < left ? result / unit * unit : left;
   if (whole > 0) request.moved += whole;
   request.tries = whole > 0 ? 0 : request.tries + 1;
@@ -413,18 +415,12 @@ int64_t Disk::adopt(std::vector<FilePart> parts) {
   const auto number = static_cast<int64_t>(impl_->adopted.size());
   PENSTOCK_ASSERT(end <= kExtentBytes && number < kFirstFileExtent / kExtentBytes,
                   "[mem::Disk] an extent of users' files is too large, or there are too many");
+  for (const FilePart& part : parts) impl_->adopted_bytes += part.bytes;
   impl_->adopted.push_back(std::move(parts));
   return kFirstFileExtent + number * kExtentBytes;
 }
 
-int64_t Disk::adopted() const {
-  const std::lock_guard lock(impl_->mutex);
-  int64_t sum = 0;
-  for (const std::vector<FilePart>& extent : impl_->adopted) {
-    for (const FilePart& part : extent) sum += part.bytes;
-  }
-  return sum;
-}
+int64_t Disk::held() const { return impl_->reserved + impl_->adopted_bytes; }
 
 bool Disk::is_read_only(int64_t offset) { return offset >= kFirstFileExtent; }
 

@@ -96,7 +96,7 @@ class Disk {
   std::vector<const char*> end() const;
 
   int64_t reserved() const;
-  int64_t adopted() const;     // bytes of all parts of users' files
+  int64_t held() const;        // reserved(), and the bytes of all parts of users' files
   int64_t bytes_read() const;  // counts finished requests only
   int64_t bytes_written() const;
   double busy_s() const;         // total seconds with a request in flight

@@ -51,6 +51,11 @@ void DiskTraffic::fetch(Buffer& buffer, Account account) {
   }
 }
 
+DiskTicket DiskTraffic::read(const Buffer& buffer, device::Address to) {
+  settle(buffer.offset, buffer.offset + buffer.bytes());
+  return tiers_.disk->read(buffer.offset, to.host(), buffer.bytes());
+}
+
 void DiskTraffic::wait_read(const Buffer& buffer) const {
   if (tiers_.disk) tiers_.disk->wait(buffer.moving);
 }

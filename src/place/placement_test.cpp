@@ -51,7 +51,8 @@ std::vector<Placement> every_layout() {
 }
 
 TEST(PlacementTest, TextParses) {
-  for (const Placement& place : every_placement({Dtype::kFp32, Dtype::kBf16, Dtype::kFp16}))
+  for (const Placement& place :
+       every_placement({Dtype::kFp32, Dtype::kBf16, Dtype::kFp16, Dtype::kInt8, Dtype::kInt4}))
     EXPECT_EQ(Placement::parse(place.text()), place);
   for (const Placement& place : every_layout()) EXPECT_EQ(Placement::parse(place.text()), place);
   for (const char* text : {"SS,tensor=P@device:bf16", "RR,pipeline=P,sequence=S@host:fp32"})
@@ -79,12 +80,31 @@ TEST(PlacementTest, MovesParse) {
   for (const char* text :
        {"all_gather(data)", "all_gather(local)", "reduce_scatter(node)", "all_reduce(tensor)",
         "slice(local)", "all_gather(data,tensor)", "all_reduce(pipeline,data,sequence)",
-        "slice(local,expert)", "copy(device,host)", "copy(disk,host)", "cast(bf16)"})
+        "slice(local,expert)", "copy(device,host)", "copy(disk,host)", "cast(bf16)", "cast(int8/128)"})
     EXPECT_EQ(parse_move(text).text(), text);
   for (const char* wrong :
        {"", "gather(data)", "all_gather", "all_gather(", "all_gather(dat)", "copy(host)",
         "copy(host,)", "cast()", "slice(data,local)", "slice(local,)", "slice(tensor,tensor)"})
     EXPECT_THROW(parse_move(wrong), ConfigError) << wrong;
+}
+
+TEST(PlacementTest, QuantizedBuffersFillWholeBlocks) {
+  EXPECT_EQ(buffer_bytes(Dtype::kBf16, 1000), 2000);
+  EXPECT_EQ(buffer_bytes(Dtype::kInt8, 128), 512);
+  EXPECT_EQ(buffer_bytes(Dtype::kInt8, 1 << 20), (1 << 20) + (1 << 13) * 4);
+  EXPECT_EQ(buffer_bytes(Dtype::kInt4, 1 << 20), (1 << 19) + (1 << 14) * 4);
+  EXPECT_EQ(buffer_bytes(Dtype::kInt4, 0), 0);
+  EXPECT_THROW(dtype_bytes(Dtype::kInt8), Bug);
+}
+
+// Collectives cannot read quantized values, and the fewest bytes are copied.
+TEST(PlacementTest, QuantizedValuesAreDecodedBeforeCollectives) {
+  EXPECT_EQ(hops_text("SS@disk:int8/128", "RR@device:bf16"),
+            "copy(disk,host); copy(host,device); cast(bf16); all_gather(data)");
+  EXPECT_EQ(hops_text("RR@host:int4/64", "RR@device:fp32"), "copy(host,device); cast(fp32)");
+  EXPECT_EQ(hops_text("RR@device:int8/128", "RR@device:bf16"), "cast(bf16)");
+  EXPECT_EQ(hops_text("RR@device:fp32", "SS@device:int8/128"), "slice(data); cast(int8/128)");
+  EXPECT_EQ(hops_text("SS@disk:int8/128", "SS@host:int8/128"), "copy(disk,host)");
 }
 
 TEST(PlacementTest, ShardsOverNodesAreInsideThoseOverLocalRanks) {

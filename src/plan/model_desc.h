@@ -50,6 +50,7 @@ struct UnitDesc {
   std::vector<FlatDesc> flats;
   bool block = true;        // false: one layer or a tile, which is never recomputed
   bool recomputed = false;  // its forward runs again in backward, from its inputs
+  bool kept = false;        // stays whole between forwards (offload.keep_bytes)
   int num_chunks = 1;       // number of chunks in which its optimizer state passes through memory
   // The exchanges of one forward and of one backward, in order. If the forward runs again in
   // backward, the exchanges of that second run are in `in_backward`. Empty until step one has shown

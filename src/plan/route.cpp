@@ -68,6 +68,11 @@ bool Route::local() const {
                      [](const Pass& pass) { return pass.kind == PassKind::kLocal; });
 }
 
+bool Route::only_reads() const {
+  return from.tier == Tier::kDisk && to.tier != Tier::kDisk && from.layout == to.layout &&
+         from.dtype == to.dtype && local();
+}
+
 bool Route::into_next(size_t pass) const {
   if (pass + 1 == passes.size() || passes[pass + 1].kind != PassKind::kAllGather) return false;
   if (passes[pass + 1].wire.delta) return false;

@@ -45,6 +45,9 @@ struct Route {
   // Returns whether the result is in the buffer of the source.
   bool in_place() const;
   bool local() const;  // no peer takes part
+  // Returns whether the route only copies values from disk. If units compute in host memory, the
+  // values are read straight to their destination, without a copy beside it.
+  bool only_reads() const;
   // Returns whether a pass writes into this rank's shard of the next pass's gather buffer.
   bool into_next(size_t pass) const;
   // Returns whether all passes after this one work in place, so that the output of this pass is in

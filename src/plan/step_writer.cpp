@@ -44,8 +44,9 @@ void StepWriter::move_grad(int unit, Phase from, Phase to, Chunk chunk) {
 }
 
 // [Note: Copies] The book knows the working copy, so the shortest list of moves starts from this
-// copy.
+// copy. Units that are kept have no lines: the engine makes them whole once.
 void StepWriter::settle_param(int unit, Phase phase) {
+  if (model_.units[unit].kept) return;
   const Placement& want = cell(Role::kParam, phase);
   Copies& book = params_[unit];
   if (book.current() == want) return;

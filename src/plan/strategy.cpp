@@ -9,6 +9,7 @@
 #include "src/base/text.h"
 #include "src/plan/check.h"
 #include "src/plan/passes.h"
+#include "src/plan/step_queries.h"
 
 namespace penstock {
 
@@ -321,6 +322,18 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
   }
 }
 
+// While the forward computes with these units, the others are read ahead.
+void set_kept(const Config& config, ModelDesc& model) {
+  int64_t left = config.offload.keep_bytes;
+  for (const Visit& visit : model.forward) {
+    UnitDesc& unit = model.units[static_cast<size_t>(visit.unit)];
+    const int64_t bytes = unit_bytes(unit);
+    if (unit.kept || bytes == 0 || bytes > left) continue;
+    unit.kept = true;
+    left -= bytes;
+  }
+}
+
 void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config) {
   if (config->comm.reduce_dtype != "auto") return;
   const Mesh mesh = mesh_of(*config);
@@ -446,6 +459,7 @@ Ledger predict(const Config& config, ModelDesc model, bool external_optimizer,
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config, model).on(mesh);
   set_chunks(config, table, model);
+  set_kept(config, model);
   end_frozen_last(table, model);
   const int moments = external_optimizer ? 0 : num_moments(config);
   const auto ledger_of = [&](const Table& wired) {

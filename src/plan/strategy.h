@@ -49,6 +49,9 @@ void end_frozen_last(const Table& table, ModelDesc& model);
 // Sets the number of chunks in which each unit's optimizer state passes through memory. `table`
 // must be normalized for the mesh.
 void set_chunks(const Config& config, const Table& table, ModelDesc& model);
+// Marks the units that stay whole between forwards: those that the forward uses first, up to
+// offload.keep_bytes.
+void set_kept(const Config& config, ModelDesc& model);
 // Replaces "auto" in comm.reduce_dtype by the dtype that sends fewer bytes between nodes. `rings`:
 // the ranks have a device back end that sums along rings.
 void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config);

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "penstock/error.h"
 #include "src/place/placement.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -141,7 +142,11 @@ void visit_dtype(Dtype dtype, const Visit& visit) {
       return visit(TypeOf<Bf16>());
     case Dtype::kFp16:
       return visit(TypeOf<Fp16>());
+    case Dtype::kInt8:
+    case Dtype::kInt4:
+      break;
   }
+  PENSTOCK_ASSERT(false, "[simd::visit_dtype] the values are quantized");
 }
 
 }  // namespace penstock::HWY_NAMESPACE

@@ -403,6 +403,7 @@ Table settle(Blueprint& blueprint) {
   }
   end_frozen_last(table.on(blueprint.mesh), blueprint.model);
   set_chunks(blueprint.config, table.on(blueprint.mesh), blueprint.model);
+  set_kept(blueprint.config, blueprint.model);
   return table;
 }
 

@@ -9,6 +9,7 @@
 #include "src/engine/model/values.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/unit_order.h"
+#include "src/engine/step/window_agreement.h"
 #include "src/mem/available_memory.h"
 
 namespace penstock {
@@ -59,10 +60,7 @@ void claim_writes(exec::Executor& executor, const std::vector<int>& units) {
   } catch (const RuntimeFault& error) {
     problem = error.what();
   }
-  const auto share = [&executor](const std::string& label, const std::string& text) {
-    return executor.share(label, text);
-  };
-  const std::vector<std::string> all = share_text("room for edits", problem, share);
+  const std::vector<std::string> all = share_text(executor, "room for edits", problem);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (!all[rank].empty()) throw RuntimeFault(concat("rank ", rank, ": ", all[rank]));
   }

@@ -289,7 +289,10 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   model = std::move(blueprint.model);
   resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
-  driver.emplace(*executor, activation_memory.emplace(model.units.size(), tiers, config));
+  std::vector<bool> kept;
+  for (const UnitDesc& unit : model.units) kept.push_back(unit.kept);
+  driver.emplace(*executor, activation_memory.emplace(model.units.size(), tiers, config),
+                 std::move(kept));
   wholes.emplace(*executor);
   connect(model_ranks, config, group, tiers.computes, *executor, blueprint);
   moves_params = executor->table().moves_params();

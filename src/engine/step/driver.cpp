@@ -52,8 +52,11 @@ bool exchanges_data(const Step& step) {
 
 }  // namespace
 
-Driver::Driver(exec::Executor& executor, ActivationMemory& memory)
-    : executor_(executor), memory_(memory), recorder_(*executor.traffic().tiers().recorder) {
+Driver::Driver(exec::Executor& executor, ActivationMemory& memory, std::vector<bool> kept)
+    : executor_(executor),
+      memory_(memory),
+      recorder_(*executor.traffic().tiers().recorder),
+      kept_(std::move(kept)) {
   const size_t num_units = executor.units().size();
   began_ns_.assign(num_units, 0);
   for (size_t unit = 0; unit < num_units; ++unit) {
@@ -98,9 +101,11 @@ void Driver::begin(Section section, int action) {
     lost_hold_ = carries_ && section == Section::kEval;
     carries_ = false;
     for (size_t unit = 0; unit < active_.size(); ++unit) {
-      if (!pinned_[unit] && held_[unit] == 0) executor_.params().drop(static_cast<int>(unit));
+      const bool stays = pinned_[unit] || held_[unit] > 0 || kept_[unit];
+      if (!stays) executor_.params().drop(static_cast<int>(unit));
     }
   }
+  bring_kept();
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
 }
 
@@ -111,6 +116,14 @@ void Driver::bring_back() {
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     if (executor_.units()[unit].flats.empty()) continue;
     executor_.params().move_to(static_cast<int>(unit), Phase::kHold);
+  }
+}
+
+// Starts the moves of units that are kept and not whole yet, or no longer after abandon(). No plan
+// line moves them.
+void Driver::bring_kept() {
+  for (size_t unit = 0; unit < kept_.size(); ++unit) {
+    if (kept_[unit]) executor_.params().move_to(static_cast<int>(unit), Phase::kForward);
   }
 }
 
@@ -245,7 +258,7 @@ void Driver::pass(size_t line) {
 }
 
 void Driver::release(int unit) {
-  if (pinned_[unit] || held_[unit] > 0) return;
+  if (pinned_[unit] || held_[unit] > 0 || kept_[unit]) return;
   drop_later_[unit] = unforeseen_[unit] = false;
   if (is_followed(section_) && (running_ || carries_)) {
     if (executor_.params().whole(unit)) executor_.params().move_to(unit, Phase::kHold);
@@ -366,6 +379,8 @@ void Driver::abandon() {
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     active_[unit] = 0;
     release(static_cast<int>(unit));
+    // The state at rest may be replaced next.
+    if (kept_[unit] && held_[unit] == 0) executor_.params().drop(static_cast<int>(unit));
   }
 }
 

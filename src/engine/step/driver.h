@@ -36,8 +36,9 @@ struct PlanName {
 
 class Driver {
  public:
-  // `memory`: is told of the events of training sections.
-  Driver(exec::Executor& executor, ActivationMemory& memory);
+  // `memory`: is told of the events of training sections. `kept`: by unit, whether it stays whole
+  // from the first forward on.
+  Driver(exec::Executor& executor, ActivationMemory& memory, std::vector<bool> kept);
 
   void set_plan(const PlanName& name, const Plan& plan);
   // Begins the next section of the window. Finishes the previous section if an exception cut it
@@ -88,6 +89,7 @@ class Driver {
   size_t find(Op op, int unit, bool end) const;
   void run_to(size_t end);
   void bring_back();
+  void bring_kept();
   void run_moves();  // runs the lines before the next compute line
   void run(const exec::PlannedStep& planned);
   void pass(size_t line);
@@ -117,6 +119,7 @@ class Driver {
   std::vector<bool> unforeseen_;  // by unit: gathered on demand, off plan
   std::vector<bool> pinned_;      // by unit: see pin()
   std::vector<int> held_;         // by unit: see hold()
+  const std::vector<bool> kept_;  // by unit
   std::vector<bool> late_;        // by unit: its gradient was late when the last backward ended
   std::deque<const exec::PlannedStep*> owed_;  // queued gradient moves
   int64_t off_plan_ = 0;

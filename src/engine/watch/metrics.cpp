@@ -157,7 +157,7 @@ void Core::State::Observer::end_step(const std::vector<OptimizerConfig>& groups)
   engine::SoFar so_far = state.monitor->recorded();
   made.disk_bytes = state.executor->activations().disk_bytes();
   if (state.tiers.disk) {
-    made.disk_bytes += state.tiers.disk->reserved() + state.tiers.disk->adopted();
+    made.disk_bytes += state.tiers.disk->held();
     so_far.disk_read = state.tiers.disk->bytes_read();
     so_far.disk_written = state.tiers.disk->bytes_written();
     so_far.disk_busy_s = state.tiers.disk->busy_s();

@@ -71,7 +71,7 @@ LedgerReport Report::ledger() const {
       peak(mem::Account::kOptim),
       peak(mem::Account::kBuffers),
       device.total_peak + host.total_peak,
-      state_->tiers.disk ? state_->tiers.disk->reserved() + state_->tiers.disk->adopted() : 0,
+      state_->tiers.disk ? state_->tiers.disk->held() : 0,
       device.total_peak,
       host.total_peak,
       state_->tiers.peak()};
@@ -100,15 +100,18 @@ std::string Report::explain() const {
                            state_->executor->mesh().text(), "\nranks exchange through ",
                            state_->group->transport(), "\ntable\n",
                            state_->executor->table().text(), "\nunits\n");
+  const Placement& rest = state_->executor->table().at(Role::kParam, Phase::kRest);
   for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
-    out += concat("u", unit, " ", state_->unit_names[unit]);
+    out += concat("u", unit, " ", state_->unit_names[unit],
+                  state_->model.units[unit].kept ? " (kept)" : "");
     const std::vector<exec::Flat>& here = state_->executor->units()[unit].flats;
     const std::vector<FlatDesc>& flats = state_->model.units[unit].flats;
-    for (const FlatDesc& flat : flats) {
-      const auto at = static_cast<size_t>(&flat - flats.data());
+    for (size_t at = 0; at < flats.size(); ++at) {
+      const FlatDesc& flat = flats[at];
       const bool in_files = at < here.size() && !here[at].params.empty() &&
                             mem::Disk::is_read_only(here[at].rest().one().offset);
       out += concat(" ", flat.numel, " ", dtype_name(flat.dtype), flat.trainable ? "" : " frozen",
+                    flat.quantized ? concat(" as ", dtype_name(rest.dtype)) : "",
                     in_files ? " in the files of init()" : "");
       const std::string place = flat.placement.text();
       if (!place.empty()) out += concat(" (", place, ")");

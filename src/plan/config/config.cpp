@@ -182,7 +182,7 @@ void parse_offload(const Json& value, Config* config) {
   if (value.is_string()) fail_value("offload", value, "\"auto\" or an object {key: value}");
   const ConfigSection section(value, "offload",
                               {"optimizer", "params", "activations", "gradients", "path",
-                               "window_bytes", "late_update", "checksums", "timeout_s"});
+                               "window_bytes", "keep_bytes", "late_update", "checksums", "timeout_s"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
       {{"optimizer", &offload->optimizer},
        {"params", &offload->params},
@@ -199,6 +199,9 @@ void parse_offload(const Json& value, Config* config) {
       offload->window_bytes != OffloadConfig{}.window_bytes) {
     section.refuse_without_effect({"window_bytes"}, "unless offload.optimizer is \"disk\"");
   }
+  section.read_bytes("keep_bytes", &offload->keep_bytes, 0);
+  if (!config->inference && offload->keep_bytes > 0)
+    section.refuse_without_effect({"keep_bytes"}, "unless \"inference\" is true");
   section.read("late_update", &offload->late_update);
   offload->gradients = section.choice("gradients", offload->gradients, {"none", "host", "disk"});
   if (offload->optimizer == "none") {
@@ -224,7 +227,7 @@ void parse_quantize(const Json& value, QuantizeConfig* quantize) {
   const ConfigSection section(value, "quantize", {"dtype", "params"});
   quantize->dtype = section.choice("dtype", quantize->dtype, {"none", "int8", "int4"});
   parse_names(section, "params", "a list of name patterns", &quantize->params);
-  if (quantize->dtype == "none")
+  if (quantize->dtype == "none" && !quantize->params.empty())
     section.refuse_without_effect({"params"}, "while quantize.dtype is \"none\"");
 }
 

@@ -117,6 +117,7 @@ std::string Config::json(int indent) const {
                     {"gradients", offload.gradients},
                     {"path", offload.path},
                     {"window_bytes", offload.window_bytes},
+                    {"keep_bytes", offload.keep_bytes},
                     {"late_update", offload.late_update},
                     {"checksums", offload.checksums},
                     {"timeout_s", offload.timeout_s}};

@@ -112,13 +112,13 @@ TEST(Config, EveryKeyOfBytesTakesText) {
   int num_keys = 0;
   for (const auto& [path, value] : flat.items()) {
     if (!path.ends_with("_bytes")) continue;
-    json config = {{"offload", {{"optimizer", "disk"}}}};
+    json config = {{"inference", true}, {"offload", {{"optimizer", "disk"}}}};
     config[json::json_pointer(path)] = "5 MiB";
     const json read = json::parse(Config::parse(config.dump()).json());
     EXPECT_EQ(read[json::json_pointer(path)], 5 << 20) << path;
     ++num_keys;
   }
-  EXPECT_EQ(num_keys, 8);
+  EXPECT_EQ(num_keys, 9);
 }
 
 TEST(Config, FoldersOfAMachineAreNotCompared) {
@@ -310,6 +310,11 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"offload": {"late_update": true}})", {R"("offload.late_update")", "no effect"}},
         Bad{R"({"offload": {"params": "disk", "window_bytes": "1MiB"}})",
             {"offload.window_bytes", "no effect", R"(unless offload.optimizer is "disk")"}},
+        Bad{R"({"offload": {"params": "host", "keep_bytes": 1}})",
+            {"offload.keep_bytes", "no effect", R"(unless "inference" is true)"}},
+        Bad{R"({"quantize": {"dtype": "int3"}})", {R"("quantize.dtype" is "int3")", "int4"}},
+        Bad{R"({"quantize": {"params": ["*"]}})", {"quantize.params", "no effect"}},
+        Bad{R"({"quantize": {"dtype": "int8", "params": "*"}})", {"a list of name patterns"}},
         Bad{R"({"offload": {"params": "host", "checksums": true}})",
             {"offload.checksums", "no effect"}},
         Bad{R"({"offload": {"timeout_s": 5}})", {R"("offload.timeout_s" is 5)", "no effect"}}));

@@ -50,6 +50,8 @@ class Simulation : StateBytes {
       meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kRest)));
       meter_.add(held(Role::kOptim, unit, cell(Role::kOptim, Phase::kRest)));
       if (table_.keeps_base()) meter_.add(held_base(unit));
+      if (!model.units[unit].kept || table_.rests_whole()) continue;
+      meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kForward)));
     }
     if (!table_.keeps_residual() || mesh_.data() == 1) return;  // nothing is exchanged
     std::vector<Held> residuals;
@@ -234,7 +236,10 @@ class Simulation : StateBytes {
     const bool ends =
         step.mark == Mark::kWhole || step.mark == Mark::kEnd || step.mark == Mark::kWeights;
     if (rest.tier != Tier::kDisk || !ends) return;
-    const Held read{Tier::kHost, Use::kParam, largest_flat(step.units[0], rest)};
+    const int64_t decoded = is_quantized(rest.dtype)
+                                ? largest_flat(step.units[0], cell(Role::kParam, Phase::kForward))
+                                : 0;
+    const Held read{Tier::kHost, Use::kParam, largest_flat(step.units[0], rest) + decoded};
     meter_.add(read);
     meter_.free(read);
   }
@@ -339,8 +344,9 @@ class Simulation : StateBytes {
     const Route way = route_of(params_[unit], moves);
     send(moves, Role::kParam, unit, way.from,
          way.to.sharded() ? phase_ : phase_of_use(plan, index, unit));
-    if (way.from.tier == Tier::kDisk) {
-      end_writes_of(unit);
+    const bool straight = way.only_reads() && !model_.on_accelerator;
+    if (way.from.tier == Tier::kDisk) end_writes_of(unit);
+    if (way.from.tier == Tier::kDisk && !straight) {
       const Held staging{Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.from)};
       meter_.add(staging);
       staged_[unit].push_back(staging);
