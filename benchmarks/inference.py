@@ -3,7 +3,7 @@ disk map and llama.cpp's mmap, under one limit of memory.
 
     python benchmarks/inference.py [--width 2048 --layers 22] [--limit-mib 1500]
         [--batches 1 16 64] [--new 8] [--rounds 3] [--path FOLDER] [--json FILE]
-        [--llama-python PYTHON]
+        [--keep-mib 0] [--prefetch-mib 256] [--llama-python PYTHON]
 
 The model is a Llama with random bf16 weights, in safetensors files that are written first. Each try
 is a fresh process that loads the files and generates `--new` tokens greedily after a prompt of 16,
@@ -11,8 +11,10 @@ for every batch size: once untimed, then timed. One forward runs per new token, 
 of compute a token of the whole batch takes as long as reading the model once. The tries of a round
 take turns. `fio` reads as many bytes in the same round, with O_DIRECT: the limit.
 
-Penstock runs in two ways: "penstock" loads with from_pretrained() and copies the weights to its
-swap file, "penstock files" leaves them in the safetensors files (`penstock.init(weights=...)`).
+Penstock runs in four ways: "penstock" loads with from_pretrained() and copies the weights to its
+swap file, "penstock files" leaves them in the safetensors files (`penstock.init(weights=...)`), and
+"penstock int8" and "penstock int4" read these files once and keep rounded weights in the swap file.
+`--keep-mib` of the weights stay in memory (`offload.keep_bytes`).
 llama.cpp runs if `--llama-python` is a Python that has llama-cpp-python and gguf; it gets the same
 weights, in a GGUF file.
 
@@ -23,6 +25,7 @@ no contestant keeps the files in memory. Without it, the benchmark refuses to ru
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -39,7 +42,7 @@ from measure import machine, write_json
 
 CGROUP = pathlib.Path("/sys/fs/cgroup/memory/penstock-inference")
 PROMPT = 16
-RUNS = ("penstock files", "accelerate", "llama.cpp", "penstock")
+RUNS = ("penstock files", "accelerate", "llama.cpp", "penstock", "penstock int8", "penstock int4")
 PROMPTS = "prompts.json"
 LLAMA = pathlib.Path(__file__).with_name("llama_cpp_run.py")
 
@@ -82,7 +85,7 @@ def penstock_model(options: argparse.Namespace) -> Any:
     return started(model, options)
 
 
-def started(model: Any, options: argparse.Namespace) -> Any:
+def started(model: Any, options: argparse.Namespace, dtype: str = "none") -> Any:
     import penstock  # noqa: PLC0415
 
     return penstock.initialize(
@@ -90,12 +93,13 @@ def started(model: Any, options: argparse.Namespace) -> Any:
         inference=True,
         strategy="zero3",
         precision="bf16",
-        offload={"params": "disk", "path": options.path},
+        offload={"params": "disk", "path": options.path, "keep_bytes": options.keep_mib << 20},
         prefetch_bytes=options.prefetch_mib << 20,
+        quantize={"dtype": dtype},
     )
 
 
-def penstock_files_model(options: argparse.Namespace) -> Any:
+def penstock_files_model(options: argparse.Namespace, dtype: str = "none") -> Any:
     from accelerate import init_empty_weights  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
@@ -104,7 +108,7 @@ def penstock_files_model(options: argparse.Namespace) -> Any:
     config = AutoConfig.from_pretrained(options.model)
     with penstock.init(weights=options.model), init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return started(model, options)
+    return started(model, options, dtype)
 
 
 def accelerate_model(options: argparse.Namespace) -> Any:
@@ -159,6 +163,8 @@ def run_try(options: argparse.Namespace) -> None:
 MODELS = {
     "penstock": penstock_model,
     "penstock files": penstock_files_model,
+    "penstock int8": functools.partial(penstock_files_model, dtype="int8"),
+    "penstock int4": functools.partial(penstock_files_model, dtype="int4"),
     "accelerate": accelerate_model,
 }
 
@@ -175,7 +181,8 @@ def limited(options: argparse.Namespace, run: str) -> dict[str, Any]:
             command += ["--cgroup", str(CGROUP)]
         command += ["--run", run, "--result", str(result)]
         command += ["--path", folder, "--model", str(options.model), "--new", str(options.new)]
-        command += ["--prefetch-mib", str(options.prefetch_mib), "--batches"]
+        command += ["--prefetch-mib", str(options.prefetch_mib)]
+        command += ["--keep-mib", str(options.keep_mib), "--batches"]
         command += [str(one) for one in options.batches]
         pathlib.Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
         done = subprocess.run(command, text=True, capture_output=True)
@@ -269,6 +276,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--limit-mib", type=int, default=1500)
     parser.add_argument("--prefetch-mib", type=int, default=256)
+    parser.add_argument("--keep-mib", type=int, default=0, help="weights that stay in memory")
     parser.add_argument("--llama-python", default="")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--new", type=int, default=8)

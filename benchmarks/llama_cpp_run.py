@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--path", default="")
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--prefetch-mib", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--keep-mib", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     options = parser.parse_args()
     write(pathlib.Path(options.model)) if options.run == "write" else run_try(options)

@@ -28,8 +28,7 @@ struct OptimizerConfig {
   double momentum = 0.0, dampening = 0.0;  // SGD
   double lr_decay = 0.0;                   // Adagrad
   bool nesterov = false;
-  std::string moments_dtype =
-      "fp32";  // "fp32" "bf16"; dtype of the stored moments, not for Adagrad
+  std::string moments_dtype = "fp32";  // "fp32" "bf16"; of the stored moments; not for Adagrad
 };
 
 // Dynamic loss scaling, for parameters that compute in fp16 (arXiv:1710.03740).
@@ -40,7 +39,6 @@ struct LossScaleConfig {
   int64_t settle = 0;      // good steps that do not count, at the start and after an overflow
   int64_t hysteresis = 1;  // n: the n-th overflow, and each later one, halves the scale
   std::string refill = "growth";  // "growth" "step": what resets the count of overflows
-
   bool operator==(const LossScaleConfig&) const = default;
 };
 
@@ -85,14 +83,12 @@ struct TilingConfig {
   std::vector<std::string> modules;  // names or patterns of modules that may be split; empty = all
   int64_t loss_tokens = 0;           // tokens per part of the cross-entropy; 0 = off
   std::string head;  // module whose output is the logits; empty = found automatically
-
   bool any() const { return max_bytes > 0 || loss_tokens > 0; }
 };
 
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
-  // optimizer and params may be "auto" until the engine has chosen their tiers
-  // (src/plan/cost/strategy_choice.h)
+  // The first two may be "auto" until the engine chooses (src/plan/cost/strategy_choice.h).
   std::string gradients = "none";  // "none" (where the update runs) "host" "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // host memory for streaming optimizer state that is on disk
@@ -103,8 +99,7 @@ struct OffloadConfig {
 };
 
 // Budgets in bytes per rank; -1 = the free memory that the engine finds. On the CPU, the device
-// tier is host memory that is counted separately. Without a budget of its own, the device tier
-// shares the budget of the host tier.
+// tier is host memory, counted separately; without a budget of its own it shares the host's.
 struct MemoryConfig {
   int64_t device_bytes = -1, host_bytes = -1;
 };
@@ -145,8 +140,7 @@ struct MeshConfig {
 
 // How ranks compute a model together (docs/parallel.md).
 struct ParallelConfig {
-  // Name pattern (glob) of modules or parameters -> style: "column" "row" "vocab" ...; the first
-  // match applies.
+  // Name pattern (glob) of modules or parameters -> style ("column" ...); the first match applies.
   std::vector<std::pair<std::string, std::string>> rules;
   // First module of each pipeline stage, except stage 0; empty = found automatically.
   std::vector<std::string> stages;
@@ -188,8 +182,7 @@ struct PENSTOCK_API Config {
 
   // Parses JSON text in the native dialect. Throws ConfigError.
   static Config parse(const std::string& json_text);
-  // Returns canonical JSON with every value, for `explain`: on one line, or indented by `indent`
-  // spaces.
+  // Returns canonical JSON with every value: on one line, or indented by `indent` spaces.
   std::string json(int indent = -1) const;
   // Returns the same values as lines such as "config /optimizer/lr = 0.001", which ranks compare.
   // Leaves out all paths, because they may differ between machines.
@@ -199,10 +192,9 @@ struct PENSTOCK_API Config {
   void resolve(int world_size);
 };
 
-// Factor of the optimizer's lr for update number `step` (1 for the first). During warm-up it rises
-// linearly from 1 / warmup_steps at step 1 to 1 at step warmup_steps. Afterwards "constant" stays
-// at 1; "linear" and "cosine" (arXiv:1608.03983, no restarts) fall to min_ratio at total_steps and
-// stay there.
+// Factor of the optimizer's lr for update number `step` (from 1). During warm-up it rises linearly
+// from 1 / warmup_steps to 1 at step warmup_steps. Afterwards "constant" stays at 1; "linear" and
+// "cosine" (arXiv:1608.03983, no restarts) fall to min_ratio at total_steps and stay there.
 PENSTOCK_API double lr_factor(const ScheduleConfig& schedule, int64_t step);
 
 }  // namespace penstock

@@ -109,6 +109,12 @@ int Save::tensor_of(const std::string& role, const Global& global, int rank, con
 }
 
 void Save::add(const Holding& holding, const GlobalOf& global_of, const Mesh& mesh) {
+  if (holding.flat->quantized) {
+    throw ConfigError(concat("[engine::save] parameter \"", holding.flat->slots.front().name,
+                             "\" rests quantized (quantize.dtype), so the engine no longer has the "
+                             "values that a checkpoint would keep. Save without frozen parameters: "
+                             "save(path, frozen=False)"));
+  }
   const auto [from, to] = share_of(holding, mesh, rank_);
   const int64_t size = dtype_bytes(holding.buffer->dtype);
   Region region;

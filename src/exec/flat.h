@@ -1,6 +1,7 @@
 #pragma once
 // Flat: parameters of one unit with the same dtype, trainability and placement over the model axes,
-// all quantized or none, laid end to end in one buffer. UnitState: the flats of a unit and the copies of its roles.
+// all quantized or none, laid end to end in one buffer. UnitState: the flats of a unit and the
+// copies of its roles.
 //
 // [Note: Windows] Each parameter keeps its own StorageImpl for life. The storage's DataPtr is a
 // non-owning window into the flat copy that forward and backward currently use. Freeing a parameter
@@ -143,8 +144,8 @@ class Flat {
   const bool trainable;
   const ModelPlacement placement;
   const bool quantized;  // rests in the table's quantized dtype ([Note: Quantized parameters])
-  int64_t numel = 0;  // padded, after seal()
-  int number = 0;     // index among the unit's flats of all stages
+  int64_t numel = 0;     // padded, after seal()
+  int number = 0;        // index among the unit's flats of all stages
   std::vector<Slot> slots;
   int64_t attached = 0;  // number of attach() calls; selects the values that fingerprints sample
 

@@ -470,16 +470,14 @@ void GatheredValues::doubt(const UnitState& unit, const Flat& flat, Buffer& own,
                            device::Address seen) {
   const device::Device* owner = seen.device;
   const bool quantized = is_quantized(own.dtype);
-  at::Tensor kept =
-      quantized ? device::decoded(own.data(), own.dtype, flat.dtype, own.numel, owner)
-                : device::brought(own.data(), own.dtype, own.numel, owner);
+  at::Tensor kept = quantized ? device::decoded(own.data(), own.dtype, flat.dtype, own.numel, owner)
+                              : device::brought(own.data(), own.dtype, own.numel, owner);
   rank_.traffic.let_go(own);
   const Dtype first = quantized ? flat.dtype : own.dtype;
   Dtype dtype = first;
   if (!unit.codings.empty()) {
     dtype = flat.dtype;
-    kept =
-        device::coded(device::address_of(kept, owner), first, dtype, own.numel, unit.codings);
+    kept = device::coded(device::address_of(kept, owner), first, dtype, own.numel, unit.codings);
   }
   const at::Tensor edits =
       device::edited_on_device(device::address_of(kept, owner), dtype, seen, flat.dtype, own.numel);

@@ -42,8 +42,8 @@ class DiskTraffic {
 
   // Starts the read, unless the bytes are in memory.
   void fetch(Buffer& buffer, Account account);
-  // Starts a read of a buffer on disk to other memory, which must be as aligned and as large as that
-  // of a lease.
+  // Starts a read of a buffer on disk to other memory, which must be as aligned and as large as
+  // that of a lease.
   DiskTicket read(const Buffer& buffer, device::Address to);
   // Takes memory for a buffer. The caller must then write all values.
   void make_room(Buffer& buffer, Account account);

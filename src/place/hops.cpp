@@ -95,16 +95,16 @@ void climb(std::vector<Move>& moves, Tier from, Tier to) {
 
 // When a cast runs: before the copies to the tier of the collectives, between these copies and the
 // collectives, or after everything else.
-enum class Turn : uint8_t { kNever, kFirst, kBetween, kLast };
+enum class CastTurn : uint8_t { kNever, kFirst, kBetween, kLast };
 
 // Collectives need the device tier. Casting to a narrower dtype before them, or to a wider dtype
 // after them, saves bytes. Collectives cannot read quantized values, so these are decoded before
 // them, but after the copies.
-Turn turn_of_cast(Dtype from, Dtype to, bool changes_layout) {
-  if (from == to) return Turn::kNever;
-  if (is_quantized(from)) return changes_layout ? Turn::kBetween : Turn::kLast;
-  if (is_quantized(to)) return Turn::kLast;
-  return dtype_bytes(to) > dtype_bytes(from) ? Turn::kLast : Turn::kFirst;
+CastTurn turn_of_cast(Dtype from, Dtype to, bool changes_layout) {
+  if (from == to) return CastTurn::kNever;
+  if (is_quantized(from)) return changes_layout ? CastTurn::kBetween : CastTurn::kLast;
+  if (is_quantized(to)) return CastTurn::kLast;
+  return dtype_bytes(to) > dtype_bytes(from) ? CastTurn::kLast : CastTurn::kFirst;
 }
 
 }  // namespace
@@ -148,18 +148,18 @@ std::vector<Move> hops(const Placement& from, const Placement& to, const Wires& 
                                ": a copy that is whole or sharded over ", row.name,
                                " cannot become a partial sum"));
   const std::vector<Move> relayout = layout_moves(from, to, wires);
-  const Turn turn = turn_of_cast(from.dtype, to.dtype, !relayout.empty());
+  const CastTurn turn = turn_of_cast(from.dtype, to.dtype, !relayout.empty());
   const Move cast{.kind = MoveKind::kCast, .dtype = to.dtype};
   std::vector<Move> moves;
-  if (turn == Turn::kFirst) moves.push_back(cast);
+  if (turn == CastTurn::kFirst) moves.push_back(cast);
   const bool needs_device = std::any_of(relayout.begin(), relayout.end(),
                                         [](const Move& move) { return move.is_collective(); });
   const Tier tier = needs_device ? Tier::kDevice : from.tier;
   climb(moves, from.tier, tier);
-  if (turn == Turn::kBetween) moves.push_back(cast);
+  if (turn == CastTurn::kBetween) moves.push_back(cast);
   moves.insert(moves.end(), relayout.begin(), relayout.end());
   climb(moves, tier, to.tier);
-  if (turn == Turn::kLast) moves.push_back(cast);
+  if (turn == CastTurn::kLast) moves.push_back(cast);
   return moves;
 }
 

@@ -77,10 +77,10 @@ TEST(PlacementTest, ErrorsNameTheNearestWord) {
 }
 
 TEST(PlacementTest, MovesParse) {
-  for (const char* text :
-       {"all_gather(data)", "all_gather(local)", "reduce_scatter(node)", "all_reduce(tensor)",
-        "slice(local)", "all_gather(data,tensor)", "all_reduce(pipeline,data,sequence)",
-        "slice(local,expert)", "copy(device,host)", "copy(disk,host)", "cast(bf16)", "cast(int8/128)"})
+  for (const char* text : {"all_gather(data)", "all_gather(local)", "reduce_scatter(node)",
+                           "all_reduce(tensor)", "slice(local)", "all_gather(data,tensor)",
+                           "all_reduce(pipeline,data,sequence)", "slice(local,expert)",
+                           "copy(device,host)", "copy(disk,host)", "cast(bf16)", "cast(int8/128)"})
     EXPECT_EQ(parse_move(text).text(), text);
   for (const char* wrong :
        {"", "gather(data)", "all_gather", "all_gather(", "all_gather(dat)", "copy(host)",

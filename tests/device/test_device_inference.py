@@ -8,6 +8,7 @@ from typing import Any
 import on_device
 import pytest
 import test_inference as inference
+import test_quantized as quantized
 import test_rest_in_files as rest_in_files
 import torch
 
@@ -50,6 +51,32 @@ def test_runs_from_the_files(table, device_pools, tmp_path):
     for told in device_pools(world).run(runs_from_files, str(tmp_path), config, timeout=200):
         assert told["same"] and told["state"] and told["closed"] and told["kept"], told
         assert told["units"] > 0 and told["written"] == 0, told
+
+
+def runs_quantized(path: str, dtype: str, table: dict[str, Any]) -> dict[str, Any]:
+    on_device.schedule(5)
+    return quantized.runs(path, dtype, table, on_device.device())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        "alone",
+        "alone on host",
+        "alone on the device",
+        "zero3",
+        "zero3 on host",
+        "hpz",
+        "kept",
+        "P2",
+    ],
+)
+def test_computes_with_what_rests(table, dtype, device_pools, tmp_path):
+    world, config = quantized.TABLES[table]
+    for told in device_pools(world).run(runs_quantized, str(tmp_path), dtype, config, timeout=200):
+        assert told["wrong"] == [] and told["closed"] and told["weights"], told
+        assert told["same"] and told["resident"], told
 
 
 def trained(place: str, path: str, mode: str) -> list[torch.Tensor]:

@@ -13,6 +13,8 @@ CORE = "src/engine/step/core.cpp"
 DISK = "src/mem/disk_tier.cpp"
 PARAMS = "tests/parity/test_inference_params.py"
 FILES = "tests/parity/test_rest_in_files.py"
+QUANTIZED = "tests/parity/test_quantized.py"
+KEPT = "tests/parity/test_kept.py"
 TESTS = "tests/parity/test_inference.py"
 STAGES = "tests/parity/test_inference_stages.py"
 RELAYS = Pytest((STAGES, "-k", "test_pipelines_relay and llama"))
@@ -115,6 +117,55 @@ INFERENCE = [
         "from.dtype != device::scalar_type(flat.dtype) || is_tile(slot, tree)",
         "is_tile(slot, tree)",
         Pytest((FILES, "-k", "cannot_stay and dtype")),
+    ),
+    Mutation(
+        "an edit of a quantized parameter is lost",
+        "src/exec/gathered_values.cpp",
+        "device::recode(buffer.data(), buffer.dtype, values32, Dtype::kFp32, buffer.numel);\n",
+        "",
+        Pytest((QUANTIZED, "-k", "edits_are_rounded")),
+    ),
+    Mutation(
+        "a checkpoint keeps rounded values without an error",
+        "src/ckpt/save.cpp",
+        "  if (holding.flat->quantized) {\n",
+        "  if (false) {\n",
+        Pytest((QUANTIZED, "-k", "edits_are_rounded")),
+    ),
+    Mutation(
+        "norms and heads are rounded, too",
+        "src/engine/model/blueprint.cpp",
+        "  if (names.empty()) return spec.block && info.param.dim() >= 2;\n",
+        "  if (names.empty()) return true;\n",
+        Pytest((QUANTIZED, "-k", "computes_with and alone-int8")),
+    ),
+    Mutation(
+        "quantized parameters count as if they were not",
+        "src/plan/cost/state_bytes.h",
+        "    return table_.dtype_in(place, flat.dtype, flat.quantized);\n",
+        "    return table_.dtype_in(place, flat.dtype);\n",
+        Pytest((QUANTIZED, "-k", "computes_with and alone-int8")),
+    ),
+    Mutation(
+        "kept units have the values from before a load",
+        "src/engine/step/driver.cpp",
+        "    if (kept_[unit] && held_[unit] == 0) executor_",
+        "    if (false) executor_",
+        Pytest((KEPT, "-k", "have_the_new_values and load")),
+    ),
+    Mutation(
+        "kept units are read again in each forward",
+        "src/plan/step_writer.cpp",
+        "  if (model_.units[unit].kept) return;\n",
+        "",
+        Pytest((KEPT, "-k", "uses_first and alone")),
+    ),
+    Mutation(
+        "a state_dict lacks an edit of a kept unit",
+        "src/engine/step/outside_edits.cpp",
+        '    refuse_edit(touched(executor_.units()[unit]), "between forwards");\n',
+        "",
+        Pytest((KEPT, "-k", "in_place")),
     ),
     Mutation(
         "later stages do not count the tokens in a cache",

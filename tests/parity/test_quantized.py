@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import test_rest_in_files as rest
 import torch
+import torch.distributed as dist
 from parity import hugging_face as hf
 from torch import nn
 
@@ -29,24 +30,33 @@ def start(folder: str, model: nn.Module, dtype: str, **table: Any) -> Any:
     import penstock  # noqa: PLC0415
 
     quantize = {"dtype": dtype} | table.pop("quantize", {})
-    table.setdefault("offload", {})
-    made = rest.config(folder, inference=True, quantize=quantize, **table)
-    if made["offload"].get("params") == "none":
-        made["offload"] = {}
-    return penstock.initialize(model, made)
+    return penstock.initialize(
+        model, rest.config(folder, inference=True, quantize=quantize, **table)
+    )
 
 
 def errors(state: dict[str, torch.Tensor], given: dict[str, torch.Tensor], dtype: str) -> list[str]:
-    """Returns the parameters whose values are not what their dtype allows."""
+    """Returns the parameters whose values are not what their dtype allows.
+
+    Half a step is lost at rest, and half a unit of bf16's last place when a value is decoded.
+    Neighbouring parameters may share a scale.
+    """
+    largest = max(v.float().abs().max().item() for n, v in given.items() if is_quantized(n))
+    limit = largest * (0.501 / LEVELS[dtype] + 2**-9)
     found = []
     for name, values in given.items():
         off = (state[name].float() - values.float()).abs().max().item()
-        step = values.float().abs().max().item() / LEVELS[dtype]
-        low = 0.02 * step if is_quantized(name) else 0.0
-        high = 0.51 * step if is_quantized(name) else 0.0
-        if not low <= off <= high:
-            found.append(f"{name} {off} {step}")
+        if not (0.0 < off <= limit if is_quantized(name) else off == 0.0):
+            found.append(f"{name} {off} {limit}")
     return found
+
+
+def close_ledger(predicted: dict[str, int], measured: dict[str, int]) -> None:
+    """The bytes in memory and on disk are as predicted, within 10 % and a page."""
+    for key in ("total", "disk"):
+        assert abs(measured[key] - predicted[key]) <= 0.1 * predicted[key] + 4096, (
+            key, predicted, measured,
+        )  # fmt: skip
 
 
 TABLES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -66,7 +76,10 @@ TABLES: dict[str, tuple[int, dict[str, Any]]] = {
     "kept of 2": (2, {"offload": {"keep_bytes": 50000}}),
     "S2": (2, {"mesh": {"sequence": 2}}),
     "P2": (2, {"mesh": {"pipeline": 2}}),
-    "tiles": (2, {"tiling": {"max_bytes": 1024}}),
+    "tiles": (
+        2,
+        {"tiling": {"max_bytes": 1024}, "quantize": {"params": ["*.layers.*proj.weight"]}},
+    ),
     "fp32": (2, {"precision": "fp32"}),
     "lossy wire": (2, {"comm": {"codec": "int8", "timeout_s": 20.0}}),
 }
@@ -87,14 +100,20 @@ def runs(folder: str, dtype: str, table: dict[str, Any], device: str = "cpu") ->
         told["resident"] = torch.equal(rest.text(engine.module), rest.text(plain))
     ids = torch.arange(1, 13, device=device).view(2, 6)
     with torch.no_grad():
-        far = (engine(input_ids=ids).logits - plain(input_ids=ids).logits).float()
-    told["far"] = float(far.abs().max())
-    told["weights"] = all(
-        torch.equal(values.cpu(), state[name]) for name, values in engine.weights(torch.bfloat16)
-    ) or single == torch.float32
+        ours, theirs = engine(input_ids=ids).logits, plain(input_ids=ids).logits
+    if "sequence" in table.get("mesh", {}):
+        theirs = theirs.chunk(2, dim=1)[dist.get_rank()]
+    told["far"] = float((ours - theirs).abs().max())
+    told["weights"] = (
+        all(
+            torch.equal(values.cpu(), state[name])
+            for name, values in engine.weights(torch.bfloat16)
+        )
+        or single == torch.float32
+    )
     told["explained"] = engine.explain()
     ledger = engine.ledger()
-    told["ledger"] = (ledger["predicted"], ledger["measured"])
+    told["ledger"] = (ledger["predicted"][ledger["strategy"]], ledger["measured"])
     engine.close()
     told["closed"] = all(
         torch.equal(p.cpu(), state[n]) for n, p in engine.module.state_dict().items()
@@ -114,3 +133,193 @@ def test_computes_with_what_rests(table, dtype, pools, tmp_path):
             assert told["same"] and told["resident"], told
             assert told["far"] < (1e-5 if table == "fp32" else 1e-6), told
         assert f"as {'int8/128' if dtype == 'int8' else 'int4/64'}" in told["explained"]
+        close_ledger(*told["ledger"])
+
+
+# ---- edits, loads and saves
+
+
+def edits(folder: str, dtype: str) -> dict[str, Any]:
+    import penstock  # noqa: PLC0415
+
+    plain = plain_llama()
+    engine = start(folder, copy.deepcopy(plain), dtype)
+    before = engine.state_dict(rank0_only=False)
+    name = "model.layers.1.mlp.up_proj.weight"
+    param = dict(engine.module.named_parameters())[name]
+    with engine.gathered([param], write=True), torch.no_grad():
+        param[3].mul_(0.5)
+    after = engine.state_dict(rank0_only=False)
+    others = [n for n in before if n != name and not torch.equal(before[n], after[n])]
+    step = before[name].float().abs().max().item() / LEVELS[dtype]
+    wanted = before[name].clone()
+    wanted[3] *= 0.5
+    told: dict[str, Any] = {
+        "others": others,
+        "off": float((after[name] - wanted).abs().max()) <= 0.8 * step,
+        "rows": not torch.equal(after[name][3], before[name][3]),
+    }
+    plain.load_state_dict(after)
+    told["same"] = torch.equal(rest.text(engine.module), rest.text(plain))
+    given = {n: v * 0.5 for n, v in plain_llama().state_dict().items()}
+    engine.load_state_dict(given)
+    told["wrong"] = errors(engine.state_dict(rank0_only=False), given, dtype)
+    try:
+        engine.save(folder)
+        told["saved"] = "no error"
+    except penstock.RuntimeFault as error:
+        told["saved"] = str(error)
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_edits_are_rounded(dtype, pools, tmp_path):
+    for told in pools(2).run(edits, str(tmp_path), dtype):
+        assert re.search(r"rests quantized.*save\(path, frozen=False\)", told.pop("saved"))
+        assert told == {"others": [], "off": True, "rows": True, "same": True, "wrong": []}
+
+
+def loads(folder: str) -> dict[str, Any]:
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(5)
+    plain = plain_llama()
+    trained = penstock.initialize(copy.deepcopy(plain), rest.config(folder, strategy="zero3"))
+    path = trained.save(folder, "weights")
+    trained.close()
+    other = plain_llama()
+    for param in other.parameters():
+        param.data.zero_()
+    engine = start(folder, other, "int8")
+    engine.load(folder, "weights")
+    state = engine.state_dict(rank0_only=False)
+    told = {"path": bool(path), "wrong": errors(state, plain.state_dict(), "int8")}
+    plain.load_state_dict(state)
+    told["same"] = torch.equal(rest.text(engine.module), rest.text(plain))
+    engine.close()
+    return told
+
+
+def test_a_checkpoint_is_rounded(pools, tmp_path):
+    for told in pools(2).run(loads, str(tmp_path)):
+        assert told == {"path": True, "wrong": [], "same": True}
+
+
+def from_files(folder: str) -> dict[str, Any]:
+    plain = rest.files(folder)
+    engine = start(folder, rest.from_files(folder), "int8")
+    state = engine.state_dict(rank0_only=False)
+    told = {"wrong": errors(state, plain.state_dict(), "int8"), "units": rest.in_files(engine)}
+    plain.load_state_dict(state)
+    told["same"] = torch.equal(rest.text(engine.module), rest.text(plain))
+    engine.close()
+    return told
+
+
+def test_what_is_not_quantized_stays_in_the_files(pools, tmp_path):
+    for told in pools(2).run(from_files, str(tmp_path)):
+        assert told["wrong"] == [] and told["same"] and told["units"] >= 6, told
+
+
+# ---- a frozen base beside parameters that train
+
+
+def adapts(folder: str, table: dict[str, Any], dtype: str) -> dict[str, Any]:
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(3)
+    base = hf.build("llama", **rest.ODD).bfloat16()
+    torch.manual_seed(4)
+    model = rest.Adapted(copy.deepcopy(base))
+    plain = copy.deepcopy(model)
+    made = rest.config(folder, **copy.deepcopy(table))
+    engine = penstock.initialize(model, made | {"quantize": {"dtype": dtype}})
+    state = engine.state_dict(rank0_only=False)
+    plain.load_state_dict(state)
+    exact = penstock.initialize(plain, made)
+    losses: list[list[float]] = [[], []]
+    for step in range(4):
+        ids = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(step))
+        for one, found in zip((engine, exact), losses, strict=True):
+            loss = one(ids)
+            one.backward(loss)
+            one.step()
+            found.append(loss.item())
+    ends = [one.state_dict(rank0_only=False) for one in (engine, exact)]
+    told = {
+        "quantized": engine.explain().count(" as int"),
+        "losses": losses[0] == losses[1],
+        "ends": all(torch.equal(v, ends[1][n]) for n, v in ends[0].items()),
+        "moved": not torch.equal(ends[0]["up.weight"], state["up.weight"].float()),
+    }
+    engine.save(folder, "adapters", frozen=False)
+    engine.load(folder, "adapters", frozen=False)
+    again = engine.state_dict(rank0_only=False)
+    told["again"] = all(torch.equal(v, again[n]) for n, v in ends[0].items())
+    engine.close()
+    exact.close()
+    return told
+
+
+BASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "zero3": (2, {}),
+    "zero3 on host": (2, {"offload": {"params": "host"}}),
+    "zero3 with all on disk": (2, {"offload": {"optimizer": "disk", "params": "disk"}}),
+    "zero3 on the device": (2, {"offload": {"params": "none"}}),
+    "zero2": (2, {"strategy": "zero2", "offload": {"params": "none"}}),
+    "zero1 with state on host": (
+        2,
+        {"strategy": "zero1", "offload": {"params": "none", "optimizer": "host"}},
+    ),
+    "ddp": (2, {"strategy": "ddp", "offload": {"params": "none"}}),
+    "hpz": (4, {"strategy": "hpz", "mesh": {"node": 2}}),
+    "recomputed": (2, {"activations": {"checkpoint": "unit"}}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("table", BASES)
+def test_adapters_train_over_a_quantized_base(table, dtype, pools, tmp_path):
+    world, config = BASES[table]
+    for told in pools(world).run(adapts, str(tmp_path), config, dtype):
+        assert told.pop("quantized") >= 4
+        assert told == {"losses": True, "ends": True, "moved": True, "again": True}
+
+
+# ---- what is refused
+
+
+def refused(folder: str, config: dict[str, Any], train: bool, bad: bool) -> str:
+    import penstock  # noqa: PLC0415
+
+    plain = plain_llama()
+    if bad:
+        plain.model.layers[0].mlp.up_proj.weight.data[2, 3] = float("inf")
+    made = {"inference": not train, "comm": {"timeout_s": 20.0}} | config
+    try:
+        penstock.initialize(plain, made)
+    except penstock.ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("config", "train", "bad", "said"),
+    [
+        ({"quantize": {"dtype": "int8"}}, True, False, "no parameter is quantized.*inference"),
+        (
+            {"quantize": {"dtype": "int8", "params": ["x*"]}},
+            False, False, r"no parameter is quantized.*patterns are x\*",
+        ),
+        (
+            {"table": {"param": {"rest": "SS@device:int8/128"}}},
+            False, False, r'table.param.rest is "SS@device:int8/128".*quantize.dtype',
+        ),
+        ({"quantize": {"dtype": "int4"}}, False, True, "up_proj.weight.*not finite.*quantize"),
+    ],
+)  # fmt: skip
+def test_refused(config, train, bad, said, pools):
+    for answer in pools(2).run(refused, "", config, train, bad):
+        assert re.search(said, answer), answer

@@ -46,6 +46,8 @@ def prints(folder: str) -> str:
 
 def config(folder: str, **more: Any) -> dict[str, Any]:
     offload = DISK | {"path": folder} | more.pop("offload", {})
+    if "disk" not in offload.values():
+        offload.pop("path")
     return {
         "precision": "bf16",
         "units": {"layer_bytes": 1},

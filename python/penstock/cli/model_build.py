@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.cli.model_spec import HEAD, SPECS, nearest, num_heads, pairs, whole
+from penstock.cli import model_units
+from penstock.cli.model_spec import HEAD, SPECS, UnitSize, nearest, num_heads, pairs, whole
 from penstock.front import module_tree
 
 # Key of a shape -> its possible names in transformers configs.
@@ -52,6 +53,38 @@ class Built:
             "[plan] the width and heads of this model are unknown. To compare meshes, use gpt:..., "
             "a Hugging Face config, parameters per block or --params"
         )
+
+    def units(self, found_by: Any) -> list[UnitSize]:
+        """Returns the units. Raises ValueError if a class of `found_by.modules` is not found."""
+        return model_units.unit_sizes(self._module, found_by.modules, found_by.layer_bytes)
+
+    def cached_values(self) -> int | None:
+        module = self._module
+        if isinstance(module, PlainGpt):
+            return 2 * len(module.blocks) * module.tokens.embedding_dim
+        config = getattr(module, "config", None)
+        inner = getattr(config, "get_text_config", None)
+        return _cached_in(inner() if inner is not None else config)
+
+
+def _cached_in(config: Any) -> int | None:
+    """Returns 2 x layers x key and value heads x values per head, or None if a number is absent.
+
+    An encoder-decoder has two caches, so its number is unknown.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        return None
+
+    def first(*names: str) -> int | None:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int)), None)
+
+    layers, heads = first(*_NAMES["layers"]), first(*_NAMES["heads"])
+    hidden, head = first(*_NAMES["hidden"]), first("head_dim")
+    if head is None and hidden is not None and heads:
+        head = hidden // heads
+    heads = first("num_key_value_heads", "num_kv_heads") or heads
+    return 2 * layers * heads * head if layers and heads and head else None
 
 
 def _shape_in(config: Any) -> tuple[dict[str, int], str]:

@@ -19,6 +19,14 @@ SPECS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class UnitSize:
+    """A unit's number of parameters, and how many of these are in matrices of a repeated block."""
+
+    numel: int
+    matrices: int = 0
+
+
 class PlannedModel(Protocol):
     """The description of a model for the simulator."""
 
@@ -31,6 +39,13 @@ class PlannedModel(Protocol):
 
     def shape(self) -> tuple[dict[str, int], str]:
         """Returns the sizes of the model as a transformer, and their source."""
+
+    def units(self, found_by: Any) -> list[UnitSize]:
+        """Returns the units, the root first. `found_by`: the section `units` of a config."""
+
+    def cached_values(self) -> int | None:
+        """Returns the values of keys and values that one token adds to the KV cache, or None if
+        they are unknown. Assumes full attention in every layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +72,13 @@ class Blocks:
         hidden = max(1, round((sum(self.numel) / layers / 12) ** 0.5))
         shape = {"layers": layers, "hidden": hidden, "heads": num_heads(hidden), **_ASSUMED}
         return shape, "all assumed: a transformer with 12 x hidden^2 parameters per layer"
+
+    def units(self, found_by: Any) -> list[UnitSize]:
+        """Returns one unit per block, after an empty root. All parameters count as matrices."""
+        return [UnitSize(0), *(UnitSize(numel, numel) for numel in self.numel)]
+
+    def cached_values(self) -> None:
+        return None
 
 
 def num_heads(hidden: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock._native import _penstock
 from penstock.bench import machine_file
-from penstock.cli import mesh_command, model_spec
+from penstock.cli import generate_command, mesh_command, model_spec
 from penstock.cli.model_spec import PlannedModel
 from penstock.front.config_file import config_dict
 
@@ -68,6 +68,9 @@ def _machine_of(args: argparse.Namespace) -> Any:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.generate is not None:
+        model = _model_of(args)
+        return generate_command.report(args, model, _config_of(args, model), _machine_of(args))
     if args.gpus is None and (args.world is None or args.batch is not None):
         raise ValueError(
             "[plan] pass --world for one mesh, or --nodes and --gpus (and optionally --batch) to "
@@ -162,6 +165,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         metavar="T",
         help=f"tokens per rank and step (default: one sequence of a gpt, else {_TOKENS})",
     )
+    plan.add_argument("--generate", metavar="KEY=N,...", help=generate_command.HELP)
     mesh_command.add_options(plan)
     plan.add_argument("--json", action="store_true", help="print JSON for other programs")
     _add_machine(plan)

@@ -36,6 +36,7 @@ constexpr auto kKeys = std::to_array<ConfigKey>({
     {"/mesh", nullptr},
     {"/offload", nullptr},
     {"/memory", nullptr},
+    {"/quantize", nullptr},
     {"/activations/checkpoint", "the C++ front cannot recompute units; set it to \"none\""},
     {"/loss_scale", nullptr},
     {"/batch", nullptr},

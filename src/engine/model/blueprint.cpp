@@ -438,8 +438,8 @@ std::string fingerprint(const std::vector<exec::UnitState>& units) {
       for (const exec::Slot& slot : flat.slots) {
         text += concat("parameter \"", slot.name, "\" ", at::IntArrayRef(slot.whole), " ",
                        dtype_name(flat.dtype), flat.trainable ? "" : " frozen",
-                       flat.quantized ? " quantized" : "", text_of(slot.cut),
-                       " in unit ", unit.name, "\n");
+                       flat.quantized ? " quantized" : "", text_of(slot.cut), " in unit ",
+                       unit.name, "\n");
       }
     }
   }

@@ -118,17 +118,6 @@ std::vector<ckpt::Holding> without(std::vector<ckpt::Holding> found, bool frozen
   return found;
 }
 
-// Throws ConfigError if the state to save has quantized parameters, whose values are rounded.
-void refuse_quantized(const std::vector<ckpt::Holding>& found) {
-  for (const ckpt::Holding& one : found) {
-    if (!one.flat->quantized) continue;
-    throw ConfigError(concat("[engine::save] parameter \"", one.flat->slots.front().name,
-                             "\" rests quantized (quantize.dtype), so the engine no longer has "
-                             "the values that a checkpoint would keep. Save without frozen "
-                             "parameters: save(path, frozen=False)"));
-  }
-}
-
 void say_passed_over(const std::string& path, const std::string& why) {
   std::fprintf(stderr, "penstock: checkpoint \"%s\" is skipped: %s\n", path.c_str(), why.c_str());
 }
@@ -492,12 +481,12 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
                 parse(options.of_rank, "what the front keeps of a rank"), std::move(extras)};
     contents.room_bytes = std::min(contents.room_bytes, state.config.offload.window_bytes);
     if (state.executor->table().keeps_base()) exec::take_every_edit(*state.executor);
-    const std::vector<ckpt::Holding> saved = without(
-        ckpt::holdings(*state.executor, rank, moments_of(state.config), !state.lent.empty()),
-        options.frozen, [](const ckpt::Holding&) { return true; });
-    refuse_quantized(saved);
-    save = std::make_unique<ckpt::Save>(*state.executor, state.tiers, rank, saved, names,
-                                        std::move(contents));
+    save = std::make_unique<ckpt::Save>(
+        *state.executor, state.tiers, rank,
+        without(
+            ckpt::holdings(*state.executor, rank, moments_of(state.config), !state.lent.empty()),
+            options.frozen, [](const ckpt::Holding&) { return true; }),
+        names, std::move(contents));
     state.bytes_written = save->bytes();
     if (rank == 0) {
       merge.draft = std::make_unique<ckpt::Draft>(path, tag);

@@ -311,8 +311,8 @@ struct Values::ParamState {
         const at::Tensor values = decoded(*one.buffer);
         put(one, full, device::address_of(values, nullptr), Dtype::kFp32, one.first);
         const device::Device* const where = one.buffer->data().device;
-        const at::Tensor sent =
-            device::brought(device::address_of(values, nullptr), Dtype::kFp32, values.numel(), where);
+        const at::Tensor sent = device::brought(device::address_of(values, nullptr), Dtype::kFp32,
+                                                values.numel(), where);
         device::recode(one.buffer->data(), one.buffer->dtype, device::address_of(sent, where),
                        Dtype::kFp32, values.numel());
       } else {

@@ -260,6 +260,23 @@ void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
   tiers.memory.set_budget(std::move(budgets.memory));
 }
 
+void name_units(const engine::Blueprint& blueprint, std::vector<std::string>* modules,
+                std::vector<std::string>* names) {
+  for (const engine::UnitSpec& spec : blueprint.specs) modules->push_back(spec.module);
+  for (const exec::UnitState& unit : blueprint.units) names->push_back(unit.name);
+}
+
+std::vector<bool> kept_units(const ModelDesc& model) {
+  std::vector<bool> kept;
+  for (const UnitDesc& unit : model.units) kept.push_back(unit.kept);
+  return kept;
+}
+
+// See OutsideEdits.
+std::function<bool(int)> stays_whole(const ModelDesc& model, const engine::Driver& driver) {
+  return [&](int unit) { return model.units[unit].kept && driver.held(unit) == 0; };
+}
+
 }  // namespace
 
 Core::State::State(const ModelTree& tree, const Config& settings, std::shared_ptr<Group> ranks,
@@ -274,8 +291,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   engine::Blueprint blueprint = engine::draw(tree, config, group->rank());
   check_optimizer(config, external_optimizer);
   engine::foresee(blueprint);
-  for (const engine::UnitSpec& spec : blueprint.specs) unit_modules.push_back(spec.module);
-  for (const exec::UnitState& unit : blueprint.units) unit_names.push_back(unit.name);
+  name_units(blueprint, &unit_modules, &unit_names);
   const Room room = agree(config, {group.get(), nodes.get()}, tree, blueprint.print);
   if (local && nodes->rank() > 0) be_silent(&blueprint.config);
   engine::check_stages(tree, config, room, external_optimizer);
@@ -289,10 +305,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   model = std::move(blueprint.model);
   resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
-  std::vector<bool> kept;
-  for (const UnitDesc& unit : model.units) kept.push_back(unit.kept);
-  driver.emplace(*executor, activation_memory.emplace(model.units.size(), tiers, config),
-                 std::move(kept));
+  activation_memory.emplace(model.units.size(), tiers, config);
+  driver.emplace(*executor, *activation_memory, kept_units(model));
   wholes.emplace(*executor);
   connect(model_ranks, config, group, tiers.computes, *executor, blueprint);
   moves_params = executor->table().moves_params();
@@ -320,7 +334,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                  loss_scale.needs_scaling(), unit_events, config.parallel.virtual_stages);
   progress.assign(executor->units().size(), {});
   Planning{*this}.make();
-  border.emplace(*executor, *tiled);
+  border.emplace(*executor, *tiled, stays_whole(model, *driver));
   adoption.commit();
   Observer{*this}.begin();
   show(group->board(), "the caller's code, after initialize");

@@ -105,7 +105,10 @@ void Driver::begin(Section section, int action) {
       if (!stays) executor_.params().drop(static_cast<int>(unit));
     }
   }
-  bring_kept();
+  // No plan line moves units that are kept. They are not whole yet, or no longer after abandon().
+  for (size_t unit = 0; unit < kept_.size(); ++unit) {
+    if (kept_[unit]) executor_.params().move_to(static_cast<int>(unit), Phase::kForward);
+  }
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
 }
 
@@ -116,14 +119,6 @@ void Driver::bring_back() {
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     if (executor_.units()[unit].flats.empty()) continue;
     executor_.params().move_to(static_cast<int>(unit), Phase::kHold);
-  }
-}
-
-// Starts the moves of units that are kept and not whole yet, or no longer after abandon(). No plan
-// line moves them.
-void Driver::bring_kept() {
-  for (size_t unit = 0; unit < kept_.size(); ++unit) {
-    if (kept_[unit]) executor_.params().move_to(static_cast<int>(unit), Phase::kForward);
   }
 }
 

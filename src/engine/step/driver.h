@@ -89,7 +89,6 @@ class Driver {
   size_t find(Op op, int unit, bool end) const;
   void run_to(size_t end);
   void bring_back();
-  void bring_kept();
   void run_moves();  // runs the lines before the next compute line
   void run(const exec::PlannedStep& planned);
   void pass(size_t line);

@@ -52,8 +52,9 @@ bool has_views(const at::Tensor& param, const exec::Slot& slot) {
 
 }  // namespace
 
-OutsideEdits::OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled)
-    : executor_(executor), looks_(executor.units().size(), 0) {
+OutsideEdits::OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled,
+                           std::function<bool(int unit)> stays)
+    : executor_(executor), stays_(std::move(stays)), looks_(executor.units().size(), 0) {
   const auto known = [this](const std::string& name, const at::Tensor& tensor, bool trainable,
                             const c10::Storage& tiled) {
     params_.push_back(
@@ -82,6 +83,10 @@ OutsideEdits::OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& 
 
 void OutsideEdits::look_at_params() {
   for (Param& param : params_) look_at(param);
+  for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
+    if (!stays_(static_cast<int>(unit))) continue;
+    refuse_edit(touched(executor_.units()[unit]), "between forwards");
+  }
 }
 
 void OutsideEdits::look_at(Param& param) {
@@ -187,8 +192,9 @@ void OutsideEdits::leave_views(int unit) {
   }
 }
 
-std::string OutsideEdits::edited(int index, bool always) {
-  const exec::UnitState& unit = executor_.units()[static_cast<size_t>(index)];
+// Returns the first parameter of a gathered unit whose version or sampled values have changed, or
+// "".
+std::string OutsideEdits::touched(const exec::UnitState& unit) const {
   if (!unit.attached || executor_.table().rests_whole()) return "";
   for (const exec::Flat& flat : unit.flats) {
     for (const exec::Slot& slot : flat.slots) {
@@ -198,6 +204,13 @@ std::string OutsideEdits::edited(int index, bool always) {
       if (!unit.codings.empty() && !is_window(slot.param, slot)) return slot.name;
     }
   }
+  return "";
+}
+
+std::string OutsideEdits::edited(int index, bool always) {
+  const exec::UnitState& unit = executor_.units()[static_cast<size_t>(index)];
+  if (!unit.attached || executor_.table().rests_whole()) return "";
+  if (const std::string found = touched(unit); !found.empty()) return found;
   // The comparison would copy the resting shard to the device or read it from disk, so it is made
   // rarely, and at first only once if all values are frozen.
   const Tier rest = executor_.table().at(Role::kParam, Phase::kRest).tier;

@@ -20,6 +20,7 @@
 // gradient.
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -32,11 +33,13 @@ namespace penstock::engine {
 // outlive this object.
 class OutsideEdits {
  public:
-  // The parameters must have their windows already.
-  OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled);
+  // The parameters must have their windows already. `stays`: returns whether a unit stays whole
+  // between forwards without a context in which users may write to it.
+  OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled,
+               std::function<bool(int unit)> stays);
 
   // Takes over the values of parameters that got new memory. Throws RuntimeFault for a change that
-  // it cannot take over.
+  // it cannot take over, such as an edit in place of a unit that stays whole.
   void look_at_params();
   // Returns the first gathered parameter of the unit that was written to in place, or "". It checks
   // torch's version counter, then the values, because torch does not count writes to `.data`. Only
@@ -87,11 +90,13 @@ class OutsideEdits {
   };
 
   void look_at(Param& param);
+  std::string touched(const exec::UnitState& unit) const;
   void take_over(Param& param);
   device::Address part_from_views(Param& param);
   void forget(Param& param);
 
   exec::Executor& executor_;
+  const std::function<bool(int unit)> stays_;
   std::vector<Param> params_;
   std::vector<int> looks_;  // by unit: number of edited() calls that could skip the comparison
 };

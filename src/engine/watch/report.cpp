@@ -65,16 +65,15 @@ LedgerReport Report::ledger() const {
   const auto peak = [&](mem::Account account) {
     return device.peak[static_cast<size_t>(account)] + host.peak[static_cast<size_t>(account)];
   };
-  report.measured = {
-      peak(mem::Account::kParam),
-      peak(mem::Account::kGrad),
-      peak(mem::Account::kOptim),
-      peak(mem::Account::kBuffers),
-      device.total_peak + host.total_peak,
-      state_->tiers.disk ? state_->tiers.disk->held() : 0,
-      device.total_peak,
-      host.total_peak,
-      state_->tiers.peak()};
+  report.measured = {peak(mem::Account::kParam),
+                     peak(mem::Account::kGrad),
+                     peak(mem::Account::kOptim),
+                     peak(mem::Account::kBuffers),
+                     device.total_peak + host.total_peak,
+                     state_->tiers.disk ? state_->tiers.disk->held() : 0,
+                     device.total_peak,
+                     host.total_peak,
+                     state_->tiers.peak()};
   if (state_->tiers.disk) {
     report.disk_read = state_->tiers.disk->bytes_read();
     report.disk_written = state_->tiers.disk->bytes_written();

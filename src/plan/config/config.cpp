@@ -180,9 +180,10 @@ void parse_offload(const Json& value, Config* config) {
     return;
   }
   if (value.is_string()) fail_value("offload", value, "\"auto\" or an object {key: value}");
-  const ConfigSection section(value, "offload",
-                              {"optimizer", "params", "activations", "gradients", "path",
-                               "window_bytes", "keep_bytes", "late_update", "checksums", "timeout_s"});
+  const ConfigSection section(
+      value, "offload",
+      {"optimizer", "params", "activations", "gradients", "path", "window_bytes", "keep_bytes",
+       "late_update", "checksums", "timeout_s"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
       {{"optimizer", &offload->optimizer},
        {"params", &offload->params},
@@ -541,11 +542,11 @@ void parse_nested(const ConfigSection& top, Config* config) {
 Config Config::parse(const std::string& json_text) {
   const Json json = parse_json(json_text);
   const ConfigSection top(
-      json, "", {"strategy", "table",       "mesh",      "precision",      "dtypes",   "offload",
-                 "memory",   "activations", "optimizer", "schedule",       "batch",    "loss_scale",
-                 "clip",     "units",       "tiling",    "prefetch_bytes", "comm",     "checkpoint",
-                 "monitor",  "seed",        "nonfinite", "parallel",       "inference",
-                 "quantize"});
+      json, "",
+      {"strategy", "table",       "mesh",      "precision",      "dtypes",    "offload",
+       "memory",   "activations", "optimizer", "schedule",       "batch",     "loss_scale",
+       "clip",     "units",       "tiling",    "prefetch_bytes", "comm",      "checkpoint",
+       "monitor",  "seed",        "nonfinite", "parallel",       "inference", "quantize"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))

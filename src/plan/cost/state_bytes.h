@@ -186,8 +186,7 @@ class StateBytes {
     const Pass& pass = way.passes[index];
     const int64_t numel = owned(flat, pass.from);
     if (!pass.sums()) return numel * dtype_bytes(dtype_after(way, index, flat));
-    const Dtype before =
-        index == 0 ? dtype_in(way.from, flat) : dtype_after(way, index - 1, flat);
+    const Dtype before = index == 0 ? dtype_in(way.from, flat) : dtype_after(way, index - 1, flat);
     return numel * dtype_bytes(before) / group_size(pass.axes, flat);
   }
 

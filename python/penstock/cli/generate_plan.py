@@ -1,0 +1,347 @@
+"""Predicts the bytes and seconds of generation for each tier and dtype in which a model rests.
+
+A forward takes as long as the longest of these, plus the time to read its first unit:
+
+- the bytes that it reads from host memory, from disk or from other ranks, over the slowest link;
+- 2 FLOPs per parameter and token;
+- one read of all weights from device memory;
+- one read of the KV cache from device memory.
+
+So `prefetch_bytes` must let reads overlap computing. Every parameter counts as used by each token.
+Pure functions; the arguments that are named `mode` are one of modes().
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from penstock.cli.model_spec import UnitSize
+
+VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Integers with one fp32 scale for 128 or 64 values (docs/tables.md, quantized parameters).
+CODE_BYTES = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
+TIERS = ("device", "host", "disk")
+# A gain below a twentieth is within the error of the prediction.
+_SURE_GAIN = 0.95
+# The engine pads a unit by at most so many bytes: parameters to 64 bytes, and each of two flats
+# (quantized, other) to 512 bytes per rank.
+_PADDING, _RANK_PADDING = 4096, 2 * 512
+
+
+class Machine(Protocol):
+    """Speeds of one rank (`_penstock.Machine`): FLOP/s and bytes/s."""
+
+    flops: float
+    local: float
+    node: float
+    device_host: float
+    host_disk: float
+    device_memory: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What each rank generates."""
+
+    batch: int  # sequences
+    new: int  # tokens generated for each sequence
+    prompt: int  # tokens given for each sequence
+    cache_bytes: int | None = None  # keys and values of one token; None: unknown, not counted
+    keep_bytes: int | None = None  # None: as many as the budget leaves
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.new
+
+    def bytes_of_cache(self, tokens: int) -> int:
+        """Returns the bytes of the KV cache if each sequence has so many tokens."""
+        return self.batch * tokens * (self.cache_bytes or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A model, a request and the ranks that serve it."""
+
+    units: Sequence[UnitSize]  # the root first
+    precision: str  # "fp32" "bf16" "fp16"
+    request: Request
+    prefetch_bytes: int
+    limits: Mapping[str, int]  # tier -> budget of a rank in bytes; absent: no limit
+    machine: Machine
+    world: int = 1
+    nodes: int = 1
+
+    @property
+    def num_params(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    def whole(self, units: Sequence[UnitSize]) -> int:
+        """Returns the bytes of units on the device."""
+        return sum(unit.numel for unit in units) * VALUE_BYTES[self.precision]
+
+    def at_rest(self, units: Sequence[UnitSize], dtype: str) -> int:
+        """Returns the bytes of units whose block matrices rest in `dtype`, over all ranks."""
+        code = CODE_BYTES.get(dtype, VALUE_BYTES[self.precision])
+        matrices = sum(unit.matrices for unit in units)
+        others = sum(unit.numel for unit in units) - matrices
+        return math.ceil(matrices * code) + others * VALUE_BYTES[self.precision]
+
+    def with_batch(self, batch: int) -> Question:
+        request = dataclasses.replace(self.request, batch=batch)
+        return dataclasses.replace(self, request=request)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """Where the parameters rest, and the dtype of their block matrices there."""
+
+    tier: str
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What a mode takes on one rank. Bytes in memory are peaks without activations."""
+
+    mode: Mode
+    batch: int  # sequences of each rank
+    memory: Mapping[str, int]  # tier -> bytes, with the KV cache
+    over: Mapping[str, int]  # tier -> bytes above its budget; empty if the mode fits
+    keep_bytes: int  # offload.keep_bytes
+    reads: Mapping[str, int]  # link (field of the machine) -> bytes that a step reads over it
+    step_s: float  # one token for each sequence, with a full KV cache
+    prefill_s: float
+    longest: str  # the longest part of a step: "compute", "weights", "KV cache" or a link
+    tokens_per_s: float  # new tokens of all ranks over the seconds of prefill and steps
+    balanced_batch: int  # from this batch on, a step computes for longer than it reads
+    most_batch: int | None  # the largest batch whose KV cache fits; None: no limit
+
+
+def modes(precision: str) -> list[Mode]:
+    """Returns the modes to compare. Those that round no values come first, faster tiers first."""
+    exact = [Mode(tier, precision) for tier in TIERS]
+    return exact + [Mode(tier, dtype) for dtype in CODE_BYTES for tier in TIERS[1:]]
+
+
+def _streamed(question: Question, keep_bytes: int) -> list[UnitSize]:
+    """Returns the units that are not kept (set_kept() of src/plan/strategy.h)."""
+    left, streamed = keep_bytes, []
+    for unit in question.units:
+        whole = question.whole([unit])
+        if whole <= left:
+            left -= whole
+        else:
+            streamed.append(unit)
+    return streamed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """The parameters that are whole at one time during a forward, in bytes, apart from kept units.
+
+    The root is whole from begin to end. Of the other units, the largest computes while others are
+    read ahead: at least one, as on an accelerator.
+    """
+
+    root: int
+    others: int
+    share: float  # of the bytes of all streamed units but the root
+
+
+def _window(question: Question, streamed: Sequence[UnitSize]) -> _Window:
+    others = _without_root(question, streamed)
+    whole = question.whole(others)
+    largest = max((question.whole([unit]) for unit in others), default=0)
+    ahead = min(max(question.prefetch_bytes, largest), whole - largest)
+    root = question.whole(streamed) - whole
+    return _Window(root, largest + ahead, (largest + ahead) / max(1, whole))
+
+
+def _without_root(question: Question, units: Sequence[UnitSize]) -> list[UnitSize]:
+    return [unit for unit in units if unit is not question.units[0]]
+
+
+def _memory(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> dict[str, int]:
+    """Returns the bytes of parameters in each tier."""
+    if mode.tier == "device":
+        return {"device": question.whole(question.units), "host": 0, "disk": 0}
+    window = _window(question, streamed)
+    kept = question.whole(question.units) - question.whole(streamed)
+    device = kept + window.root + window.others
+    rest = math.ceil(question.at_rest(question.units, mode.dtype) / question.world)
+    if mode.tier == "host":
+        return {"device": device, "host": rest, "disk": 0}
+    return {"device": device, "host": _staging(question, mode, streamed), "disk": rest}
+
+
+def _staging(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> int:
+    """Returns the bytes of host memory through which units on disk pass.
+
+    After a unit's forward, its values are compared with those on disk. Quantized values are decoded
+    for this.
+    """
+    window, others = _window(question, streamed), _without_root(question, streamed)
+    read = window.root + question.at_rest(others, mode.dtype) * window.share
+    staged = math.ceil(read / question.world)
+    quantized = mode.dtype in CODE_BYTES
+
+    def compared(units: Sequence[UnitSize]) -> int:
+        rest = max((question.at_rest([unit], mode.dtype) for unit in units), default=0)
+        whole = max((question.whole([unit]) for unit in units), default=0)
+        return math.ceil(rest / question.world) + (whole if quantized else 0)
+
+    return max(staged + (compared(others) if quantized else 0), compared(question.units))
+
+
+def _reads(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> dict[str, int]:
+    """Returns the bytes that a rank moves over each link to make these units whole."""
+    rest = math.ceil(question.at_rest(streamed, mode.dtype) / question.world)
+    local_ranks = question.world // question.nodes
+    shard = question.whole(streamed) / question.world  # gathered after it is decoded
+    reads = {
+        "host_disk": rest if mode.tier == "disk" else 0,
+        "device_host": rest,
+        "local": math.ceil(shard * (local_ranks - 1)),
+        "node": math.ceil(shard * (question.world - local_ranks)),
+    }
+    return {link: size for link, size in reads.items() if size > 0}
+
+
+def _seconds_of(reads: Mapping[str, int], machine: Machine) -> float:
+    return max((size / getattr(machine, link) for link, size in reads.items()), default=0.0)
+
+
+def _most_kept(question: Question, mode: Mode) -> int:
+    """Returns the largest offload.keep_bytes that fits beside the window and the KV cache.
+
+    Counts only the first units, all of them: the engine keeps exactly these. Without a budget of
+    the device, returns 0.
+    """
+    limit = question.limits.get("device")
+    if limit is None:
+        return 0
+    limit -= question.request.bytes_of_cache(question.request.length)
+    units = question.units
+    for count in range(len(units), 0, -1):
+        padding = count * (_PADDING + question.world * _RANK_PADDING)
+        kept = question.whole(units[:count])
+        if kept > 0 and padding + _memory(question, mode, units[count:])["device"] <= limit:
+            return kept + padding
+    return 0
+
+
+def _most_batch(question: Question, mode: Mode) -> int | None:
+    """Returns the largest batch whose KV cache fits the device if nothing is kept by choice."""
+    limit, cache = question.limits.get("device"), question.request.cache_bytes
+    if limit is None or not cache:
+        return None
+    streamed = _streamed(question, question.request.keep_bytes or 0)
+    left = limit - _memory(question, mode, streamed)["device"]
+    return max(0, left // (question.request.length * cache))
+
+
+def _longest(
+    question: Question, reads: Mapping[str, int], tokens: int, cached: int
+) -> tuple[float, str]:
+    """Returns the seconds of the longest part of a forward, and its name.
+
+    The forward computes `tokens` tokens of each sequence, with a KV cache of `cached` tokens.
+    """
+    request, machine = question.request, question.machine
+    parts = {
+        "compute": 2 * question.num_params * request.batch * tokens / machine.flops,
+        "weights": question.whole(question.units) / machine.device_memory,
+        "KV cache": request.bytes_of_cache(cached) / machine.device_memory,
+    }
+    for link, size in reads.items():
+        parts[f"{link.replace('_', '-')} link"] = size / getattr(machine, link)
+    longest = max(parts, key=lambda part: parts[part])
+    return parts[longest], longest
+
+
+def forecast(question: Question, mode: Mode) -> Forecast:
+    """Returns the bytes and seconds of a mode."""
+    request, machine = question.request, question.machine
+    keep, streamed = 0, list[UnitSize]()
+    if mode.tier != "device":
+        chosen = request.keep_bytes
+        keep = _most_kept(question, mode) if chosen is None else chosen
+        streamed = _streamed(question, keep)
+    memory = _memory(question, mode, streamed)
+    memory["device"] += request.bytes_of_cache(request.length)
+    over = {
+        tier: memory[tier] - limit
+        for tier, limit in question.limits.items()
+        if memory[tier] > limit
+    }
+    reads = _reads(question, mode, streamed)
+    units = _without_root(question, streamed) or streamed
+    fill = max((_seconds_of(_reads(question, mode, [u]), machine) for u in units), default=0.0)
+    prefill, _ = _longest(question, reads, request.prompt, request.prompt)
+    step, longest = _longest(question, reads, 1, request.length)
+    prefill, step = prefill + fill, step + fill
+    whole = prefill + (request.new - 1) * step  # the prefill gives the first token
+    weights = question.whole(question.units) / machine.device_memory
+    reading = max(_seconds_of(reads, machine), weights)
+    return Forecast(
+        mode=mode,
+        batch=request.batch,
+        memory=memory,
+        over=over,
+        keep_bytes=keep,
+        reads=reads,
+        step_s=step,
+        prefill_s=prefill,
+        longest=longest,
+        tokens_per_s=question.world * request.batch * request.new / whole,
+        balanced_batch=math.ceil(reading * machine.flops / (2 * question.num_params)),
+        most_batch=_most_batch(question, mode),
+    )
+
+
+def forecasts(question: Question) -> list[Forecast]:
+    """Returns the forecasts of all modes: the fastest that fit, then those that miss the fewest
+    bytes."""
+    found = [forecast(question, mode) for mode in modes(question.precision)]
+    return sorted(found, key=lambda one: (sum(one.over.values()), -one.tokens_per_s))
+
+
+def is_faster(one: Forecast, other: Forecast) -> bool:
+    """Whether one is faster than the other beyond the error of the prediction."""
+    return other.tokens_per_s < _SURE_GAIN * one.tokens_per_s
+
+
+def best(found: Sequence[Forecast]) -> Forecast | None:
+    """Returns the fastest forecast that fits, or None.
+
+    If several are as fast within the error of the prediction, returns the first of them in the
+    order of modes(). So values are rounded only for a gain.
+    """
+    order = [*VALUE_BYTES, *CODE_BYTES]
+    fit = [one for one in found if not one.over]
+    return min(
+        (one for one in fit if not any(is_faster(other, one) for other in fit)),
+        key=lambda one: (order.index(one.mode.dtype), TIERS.index(one.mode.tier)),
+        default=None,
+    )
+
+
+def balanced(question: Question, mode: Mode) -> Forecast:
+    """Returns the forecast with the batch at which computing takes as long as reading, or with the
+    largest batch whose KV cache fits. `mode` must fit.
+
+    A larger batch leaves less memory to keep units, so more is read; this is repeated until the
+    batch stays.
+    """
+    found = forecast(question, mode)
+    for _ in range(len(question.units) + 2):
+        wanted = found.balanced_batch
+        if found.most_batch is not None:
+            wanted = min(wanted, found.most_batch)
+        if wanted == found.batch:
+            break
+        found = forecast(question.with_batch(wanted), mode)
+    return found
