@@ -514,13 +514,20 @@ std::string GatheredValues::edited(int index) {
       doubt(unit, flat, own, whole.at(begin));
       continue;
     }
-    const at::Tensor exact = on_host(own, flat.dtype);
-    const char* kept = bytes_of(exact);
-    Dtype dtype = is_quantized(own.dtype) ? flat.dtype : own.dtype;
+    mem::Lease decoded;
+    device::Address exact = own.data();
+    Dtype dtype = own.dtype;
+    if (is_quantized(own.dtype)) {
+      dtype = flat.dtype;
+      decoded = rank_.tiers.host.take(buffer_bytes(dtype, own.numel), mem::Account::kParam);
+      exact = decoded.data();
+      device::recode(exact, dtype, own.data(), own.dtype, own.numel);
+    }
+    const char* kept = exact.host();
     at::Tensor rounded;
     if (!unit.codings.empty()) {
       const Dtype first = std::exchange(dtype, whole.dtype);
-      rounded = device::coded({bytes_of(exact)}, first, dtype, own.numel, unit.codings);
+      rounded = device::coded(exact, first, dtype, own.numel, unit.codings);
       kept = bytes_of(rounded);
     }
     const int64_t at =

@@ -324,6 +324,7 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
 
 // While the forward computes with these units, the others are read ahead.
 void set_kept(const Config& config, ModelDesc& model) {
+  for (UnitDesc& unit : model.units) unit.kept = false;
   int64_t left = config.offload.keep_bytes;
   for (const Visit& visit : model.forward) {
     UnitDesc& unit = model.units[static_cast<size_t>(visit.unit)];

@@ -49,8 +49,9 @@ TABLES: dict[str, tuple[int, dict[str, Any]]] = {
 def keeps(folder: str, keep: int, table: dict[str, Any]) -> dict[str, Any]:
     plain = llama()
     engine = start(folder, copy.deepcopy(plain), keep, **copy.deepcopy(table))
+    forward(engine)
+    told: dict[str, Any] = {"same": [], "read": [], "ledger": quantized.ledger_of(engine)}
     plain.load_state_dict(engine.state_dict(rank0_only=False))
-    told: dict[str, Any] = {"same": [], "read": []}
     for _ in range(4):
         before = disk_read(engine)
         ours, theirs = forward(engine), forward(plain)
@@ -60,8 +61,6 @@ def keeps(folder: str, keep: int, table: dict[str, Any]) -> dict[str, Any]:
         told["read"].append(disk_read(engine) - before)
     told["text"] = torch.equal(rest.text(engine.module), rest.text(plain))
     told["kept"] = engine.explain().count(" (kept)")
-    ledger = engine.ledger()
-    told["ledger"] = ledger["predicted"][ledger["strategy"]], ledger["measured"]
     engine.close()
     told["closed"] = all(
         torch.equal(p, q)

@@ -106,8 +106,9 @@ void Driver::begin(Section section, int action) {
     }
   }
   // No plan line moves units that are kept. They are not whole yet, or no longer after abandon().
+  // They come one after another, so that their buffers take memory one after another.
   for (size_t unit = 0; unit < kept_.size(); ++unit) {
-    if (kept_[unit]) executor_.params().move_to(static_cast<int>(unit), Phase::kForward);
+    if (kept_[unit]) executor_.params().require(static_cast<int>(unit));
   }
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
 }

@@ -50,8 +50,9 @@ class Simulation : StateBytes {
       meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kRest)));
       meter_.add(held(Role::kOptim, unit, cell(Role::kOptim, Phase::kRest)));
       if (table_.keeps_base()) meter_.add(held_base(unit));
-      if (!model.units[unit].kept || table_.rests_whole()) continue;
-      meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kForward)));
+    }
+    for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
+      if (model.units[unit].kept && !table_.rests_whole()) bring_kept(unit);
     }
     if (!table_.keeps_residual() || mesh_.data() == 1) return;  // nothing is exchanged
     std::vector<Held> residuals;
@@ -92,6 +93,24 @@ class Simulation : StateBytes {
       for (const auto& [phase, links] : ledger_.sent)
         for (const auto& [link, bytes] : links) line[link] += bytes;
     }
+  }
+
+  // Adds a unit that stays whole. Its move needs more memory for a moment.
+  void bring_kept(int unit) {
+    const Placement& whole = cell(Role::kParam, Phase::kForward);
+    const Route way = route_of(params_[unit], params_[unit].way_to(whole, table_.wires.param));
+    meter_.add(held(Role::kParam, unit, whole));
+    std::vector<Held> moving = {
+        {Tier::kDevice, Use::kBuffers, buffer_bytes(way, Role::kParam, {unit})}};
+    if (is_staged(way))
+      moving.push_back({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.from)});
+    for (const Held& one : moving) meter_.add(one);
+    free_all(moving);
+  }
+
+  // Returns whether the source of a route from disk has memory beside the copy that it becomes.
+  bool is_staged(const Route& way) const {
+    return way.from.tier == Tier::kDisk && (model_.on_accelerator || !way.only_reads());
   }
 
   // Returns whether all units are as at the beginning of a step.
@@ -229,19 +248,20 @@ class Simulation : StateBytes {
     if (step.mark != Mark::kBegin) free_all(staged_[step.units[0]]);
   }
 
-  // The values of a unit are compared with those at rest when its forward or backward ends. For
-  // this, values on disk are read one flat after another (GatheredValues::edited).
+  // The values of a unit are compared with those at rest when its forward or backward ends, one
+  // flat after another (GatheredValues::edited). For this, values on disk are read, and quantized
+  // values are decoded.
   void look_for_edits(const Step& step) {
     const Placement& rest = cell(Role::kParam, Phase::kRest);
     const bool ends =
         step.mark == Mark::kWhole || step.mark == Mark::kEnd || step.mark == Mark::kWeights;
-    if (rest.tier != Tier::kDisk || !ends) return;
-    const int64_t decoded = is_quantized(rest.dtype)
-                                ? largest_flat(step.units[0], cell(Role::kParam, Phase::kForward))
-                                : 0;
-    const Held read{Tier::kHost, Use::kParam, largest_flat(step.units[0], rest) + decoded};
-    meter_.add(read);
-    meter_.free(read);
+    if (!ends) return;
+    const bool decodes = is_quantized(rest.dtype) && !model_.on_accelerator;
+    Held compared{Tier::kHost, Use::kParam, 0};
+    if (rest.tier == Tier::kDisk) compared.bytes += largest_flat(step.units[0], rest);
+    if (decodes) compared.bytes += largest_decoded(step.units[0], rest);
+    meter_.add(compared);
+    meter_.free(compared);
   }
 
   // An optimizer of the user's own gets a copy of all gradients in fp32.
@@ -344,9 +364,8 @@ class Simulation : StateBytes {
     const Route way = route_of(params_[unit], moves);
     send(moves, Role::kParam, unit, way.from,
          way.to.sharded() ? phase_ : phase_of_use(plan, index, unit));
-    const bool straight = way.only_reads() && !model_.on_accelerator;
     if (way.from.tier == Tier::kDisk) end_writes_of(unit);
-    if (way.from.tier == Tier::kDisk && !straight) {
+    if (is_staged(way)) {
       const Held staging{Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.from)};
       meter_.add(staging);
       staged_[unit].push_back(staging);

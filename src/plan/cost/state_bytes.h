@@ -104,6 +104,15 @@ class StateBytes {
     return largest;
   }
 
+  // Returns the bytes of a unit's largest quantized flat, decoded.
+  int64_t largest_decoded(int unit, const Placement& place) const {
+    int64_t largest = 0;
+    for (const FlatDesc& flat : model_.units[unit].flats) {
+      if (flat.quantized) largest = std::max(largest, owned(flat, place) * dtype_bytes(flat.dtype));
+    }
+    return largest;
+  }
+
   // Returns the number of ranks of a collective over `axes` that moves the flat.
   int64_t group_size(const std::vector<Axis>& axes, const FlatDesc& flat) const {
     return flat.placement.mesh(mesh_).ranks_along(axes);
