@@ -3,7 +3,8 @@ disk map and llama.cpp's mmap, under one limit of memory.
 
     python benchmarks/inference.py [--width 2048 --layers 22] [--limit-mib 1500]
         [--batches 1 16 64] [--new 8] [--rounds 3] [--path FOLDER] [--json FILE]
-        [--keep-mib 0] [--prefetch-mib 256] [--llama-python PYTHON]
+        [--keep-mib 0] [--prefetch-mib 256] [--llama-python PYTHON] [--runs NAME ...]
+        [--disk-mb-per-s 0]
 
 The model is a Llama with random bf16 weights, in safetensors files that are written first. Each try
 is a fresh process that loads the files and generates `--new` tokens greedily after a prompt of 16,
@@ -20,6 +21,8 @@ weights, in a GGUF file.
 
 The limit of memory is a memory cgroup (version 1, needs root) that also counts the page cache, so
 no contestant keeps the files in memory. Without it, the benchmark refuses to run.
+`--disk-mb-per-s` limits reads from the disk by another cgroup, for all contestants. Then reading
+takes longer than computing on slow CPUs, too.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ import torch
 from measure import machine, write_json
 
 CGROUP = pathlib.Path("/sys/fs/cgroup/memory/penstock-inference")
+DISK_CGROUP = pathlib.Path("/sys/fs/cgroup/blkio/penstock-inference")
 PROMPT = 16
 RUNS = ("penstock files", "accelerate", "llama.cpp", "penstock", "penstock int8", "penstock int4")
 PROMPTS = "prompts.json"
@@ -185,7 +189,7 @@ def limited(options: argparse.Namespace, run: str) -> dict[str, Any]:
         command += ["--keep-mib", str(options.keep_mib), "--batches"]
         command += [str(one) for one in options.batches]
         pathlib.Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
-        done = subprocess.run(command, text=True, capture_output=True)
+        done = subprocess.run(command, text=True, capture_output=True, preexec_fn=slow_down)
         if done.returncode != 0:
             return {"failed": f"exit {done.returncode}: {done.stderr[-600:]}"}
         told: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
@@ -196,14 +200,32 @@ def fio_gb_per_s(options: argparse.Namespace, size: int) -> float:
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         command = ["fio", "--name=read", f"--filename={folder}/file", "--rw=read", "--bs=4m"]
         command += ["--iodepth=8", "--ioengine=libaio", "--direct=1", f"--size={size}"]
-        done = subprocess.run(command, text=True, capture_output=True, check=True)
+        done = subprocess.run(
+            command, text=True, capture_output=True, check=True, preexec_fn=slow_down
+        )
     found = re.search(r"READ: bw=[^(]*\(([0-9.]+)([MG])B/s\)", done.stdout)
     assert found, done.stdout
     return float(found[1]) * (1.0 if found[2] == "G" else 1e-3)
 
 
+def slow_down() -> None:
+    """Makes this process read as slowly as `--disk-mb-per-s` says."""
+    if DISK_CGROUP.exists():
+        (DISK_CGROUP / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+
+
+def limit_disk(options: argparse.Namespace) -> None:
+    if options.disk_mb_per_s == 0:
+        return
+    DISK_CGROUP.mkdir(exist_ok=True)
+    device = os.stat(options.path).st_dev
+    rate = f"{os.major(device)}:{os.minor(device)} {options.disk_mb_per_s * 1_000_000}"
+    (DISK_CGROUP / "blkio.throttle.read_bps_device").write_text(rate, encoding="ascii")
+
+
 def parent(options: argparse.Namespace) -> None:
     CGROUP.mkdir(exist_ok=True)
+    limit_disk(options)
     try:
         limit = CGROUP / "memory.limit_in_bytes"
         limit.write_text(str(options.limit_mib << 20), encoding="ascii")
@@ -229,12 +251,14 @@ def parent(options: argparse.Namespace) -> None:
         tell(options, size, rounds)
     finally:
         CGROUP.rmdir()
+        if DISK_CGROUP.exists():
+            DISK_CGROUP.rmdir()
     if options.json:
         write_json(options.json, {"machine": machine(), "model_bytes": size, "rounds": rounds})
 
 
 def contestants(options: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(name for name in RUNS if name != "llama.cpp" or options.llama_python)
+    return tuple(name for name in options.runs if name != "llama.cpp" or options.llama_python)
 
 
 def tell(options: argparse.Namespace, size: int, rounds: list[dict[str, Any]]) -> None:
@@ -258,13 +282,14 @@ def tell(options: argparse.Namespace, size: int, rounds: list[dict[str, Any]]) -
                 for one in good
             )
             print(f"| {name} | {batch} | {seconds:.3f} | {tokens:.2f} | {read:.2f} | {share:.2f} |")
+    first = contestants(options)[0]
     for name in contestants(options)[1:]:
-        both = [one for one in rounds if "batches" in one[RUNS[0]] and "batches" in one[name]]
+        both = [one for one in rounds if "batches" in one[first] and "batches" in one[name]]
         for batch in map(str, options.batches) if both else ():
-            ours, theirs = ([one[run]["batches"][batch] for one in both] for run in (RUNS[0], name))
+            ours, theirs = ([one[run]["batches"][batch] for one in both] for run in (first, name))
             ratios = [b["pass_s"] / a["pass_s"] for a, b in zip(ours, theirs, strict=True)]
             same = all(a["first"] == b["first"] for a, b in zip(ours, theirs, strict=True))
-            print(f"batch {batch}: {RUNS[0]} is {statistics.median(ratios):.2f} times {name} "
+            print(f"batch {batch}: {first} is {statistics.median(ratios):.2f} times {name} "
                   f"({min(ratios):.2f}-{max(ratios):.2f}), same tokens: {same}")  # fmt: skip
 
 
@@ -276,8 +301,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--limit-mib", type=int, default=1500)
     parser.add_argument("--prefetch-mib", type=int, default=256)
+    parser.add_argument("--disk-mb-per-s", type=int, default=0, help="0: no limit")
     parser.add_argument("--keep-mib", type=int, default=0, help="weights that stay in memory")
     parser.add_argument("--llama-python", default="")
+    parser.add_argument(
+        "--runs", nargs="+", choices=RUNS, default=RUNS, help="the first is compared"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)

@@ -54,12 +54,16 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("gradients", &OffloadConfig::gradients)
       .def_readonly("path", &OffloadConfig::path)
       .def_readonly("window_bytes", &OffloadConfig::window_bytes)
+      .def_readonly("keep_bytes", &OffloadConfig::keep_bytes)
       .def_readonly("late_update", &OffloadConfig::late_update)
       .def_readonly("checksums", &OffloadConfig::checksums)
       .def_readonly("timeout_s", &OffloadConfig::timeout_s);
   py::class_<MemoryConfig>(module, "MemoryConfig")
       .def_readonly("device_bytes", &MemoryConfig::device_bytes)
       .def_readonly("host_bytes", &MemoryConfig::host_bytes);
+  py::class_<QuantizeConfig>(module, "QuantizeConfig")
+      .def_readonly("dtype", &QuantizeConfig::dtype)
+      .def_readonly("params", &QuantizeConfig::params);
   py::class_<ActivationsConfig>(module, "ActivationsConfig")
       .def_readonly("checkpoint", &ActivationsConfig::checkpoint);
   py::class_<CheckpointConfig>(module, "CheckpointConfig")
@@ -175,6 +179,7 @@ void bind_config(py::module_& module) {
       .def_readonly("dtypes", &Config::dtypes)
       .def_readonly("offload", &Config::offload)
       .def_readonly("memory", &Config::memory)
+      .def_readonly("quantize", &Config::quantize)
       .def_readonly("activations", &Config::activations)
       .def_readonly("checkpoint", &Config::checkpoint)
       .def_readonly("monitor", &Config::monitor)
