@@ -386,3 +386,23 @@ def test_wrong_rates(text, capsys):
     with pytest.raises(SystemExit):
         plan(capsys, *TINY, *CLUSTER, f"--intra={text}")
     assert "is not a rate such as 400GB/s" in capsys.readouterr().err
+
+
+def test_inference_has_no_gradients_and_quantized_parameters_are_small(capsys):
+    model = ["--model", "gpt:layers=4,hidden=256,vocab=512,seq=64", "--world", "1"]
+
+    def host(**config: object) -> tuple[int, int]:
+        given = {"strategy": "zero3", "offload": {"params": "host"}, "inference": True}
+        given |= {"precision": "bf16"} | config
+        _, out, _ = plan(capsys, *model, "--config", json.dumps(given), "--json")
+        found = [one for one in json.loads(out)["alternatives"] if one["params"] == "host"]
+        return min(one["host"] for one in found), min(one["device"] for one in found)
+
+    rest, device = host()
+    matrices = 4 * 12 * 256 * 256  # of the blocks
+    others = 512 * 256 * 2 + 64 * 256  # embeddings and head, and few vectors
+    assert rest == pytest.approx(2 * (matrices + others), rel=0.02)
+    assert device < rest  # parameters in use, and nothing for a backward
+    # A block's values are decoded when they are compared.
+    quantized = matrices * 0.5625 + 2 * others
+    assert quantized < host(quantize={"dtype": "int4"})[0] < quantized + matrices

@@ -30,13 +30,17 @@ Layout layout_of(TensorCut cut) {
   throw Bug("[engine::layout_of] unknown cut");
 }
 
+bool trains(const Config& config, const ParamInfo& info) {
+  return info.param.requires_grad() && !config.inference;
+}
+
 // Returns how the ranks of the model axes hold a parameter, from its cut and the stages that use
-// it. `experts`: the number of expert ranks.
+// it.
 ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stages,
-                            const Mesh& mesh, int experts) {
+                            const Mesh& mesh, const Config& config) {
   ModelPlacement place;
   if (info.cut.axis == Axis::kExpert) {
-    place.divide_experts(experts);
+    place.divide_experts(config.mesh.expert);
   } else {
     place.on(info.cut.axis).layout = layout_of(info.cut.kind);
   }
@@ -48,14 +52,14 @@ ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stag
   }
   AxisHolding& held = place.on(Axis::kPipeline);
   held.holders.assign(ranks.begin(), ranks.end());
-  if (ranks.size() > 1 && info.param.requires_grad()) held.layout = Layout::kPartial;
+  if (ranks.size() > 1 && trains(config, info)) held.layout = Layout::kPartial;
   return place;
 }
 
 // Returns whether a parameter rests quantized: whether it is frozen and has one of the names of
 // quantize.params. Without names: whether it is a matrix of a block.
 bool is_quantized(const Config& config, const UnitSpec& spec, const ParamInfo& info) {
-  if (config.quantize.dtype == "none" || info.param.requires_grad()) return false;
+  if (config.quantize.dtype == "none" || trains(config, info)) return false;
   const std::vector<std::string>& names = config.quantize.params;
   if (names.empty()) return spec.block && info.param.dim() >= 2;
   return std::any_of(names.begin(), names.end(), [&](const std::string& pattern) {
@@ -95,8 +99,8 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       const ParamInfo& info = tree.params[index];
       const int named = info.whole >= 0 ? info.whole : index;
       const Dtype dtype = compute_dtype(config, tree.params[named]);
-      const bool trainable = info.param.requires_grad();
-      const ModelPlacement placement = placement_of(info, index, stages, mesh, config.mesh.expert);
+      const bool trainable = trains(config, info);
+      const ModelPlacement placement = placement_of(info, index, stages, mesh, config);
       const bool quantized = is_quantized(config, spec, tree.params[named]);
       exec::Flat* flat = nullptr;
       for (exec::Flat& one : unit.flats) {

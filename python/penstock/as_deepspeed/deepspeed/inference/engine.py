@@ -21,7 +21,8 @@ from ..runtime.zero.config import DeepSpeedZeroConfig
 from ..utils.logging import log_dist_once
 
 _DTYPES = {"fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32", "float32": "fp32",
-           "float": "fp32", "bf16": "bf16", "bfloat16": "bf16", "bfloat": "bf16"}  # fmt: skip
+           "float": "fp32", "bf16": "bf16", "bfloat16": "bf16", "bfloat": "bf16",
+           "int8": "fp16"}  # fmt: skip
 # Other name -> key.
 _ALIASES = {"kernel_inject": "replace_with_kernel_inject", "tp": "tensor_parallel",
             "injection_dict": "injection_policy", "max_tokens": "max_out_tokens",
@@ -60,10 +61,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "save_mp_checkpoint_path": ((None,), "save the model by save_pretrained"),
     "checkpoint_config": ((None, {}), "load the weights into the model first"),
-    "quant": ((None, {}), "quantized weights are not supported yet"),
     "mpu": ((None,), 'set "tensor_parallel": {"tp_size": ...} instead'),
 }
-_USED = ("dtype", "tensor_parallel", "mp_size", "zero")
+_USED = ("dtype", "tensor_parallel", "mp_size", "zero", "quant")
+_QUANT = ("enabled", "weight", "activation", "qkv")  # only weights are quantized
+_QUANT_WEIGHT = ("enabled", "num_bits", "q_type", "q_groups")  # groups are blocks
 
 
 class InferenceEngine(torch.nn.Module):
@@ -180,7 +182,7 @@ def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the native config. Logs the keys without effect once, on rank 0."""
     for key, (allowed, instead) in _REFUSED.items():
         value = config.get(key, allowed[0])
-        if value not in allowed and not _is_off(value):
+        if value not in allowed:
             raise ConfigError(
                 f"[deepspeed::init_inference] {key!r} is {config[key]!r}, which is not supported: "
                 f"{instead}"
@@ -188,7 +190,7 @@ def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
     ranks = _tensor_ranks(config)
     native: dict[str, Any] = {"inference": True, "strategy": "ddp", "mesh": {"tensor": ranks}}
     native["precision"] = _precision(config.get("dtype", torch.float16))
-    native |= _of_zero(config.get("zero"))
+    native |= _of_zero(config.get("zero")) | _quantized(config)
     idle = [f"{key}: {_NO_EFFECT[key]}" for key in config
             if key in _NO_EFFECT and config[key] not in (None, False)]  # fmt: skip
     if idle:
@@ -196,8 +198,30 @@ def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
     return native
 
 
-def _is_off(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.get("enabled") is False
+def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the native section for the keys "dtype" (int8) and "quant"."""
+    section = config.get("quant") or {"enabled": False}
+    weight = section.get("weight") or {} if isinstance(section, Mapping) else None
+    if not isinstance(weight, Mapping):
+        raise ConfigError(
+            f"[deepspeed::init_inference] 'quant' is {section!r}; expected a dict such as "
+            f'{{"weight": {{"num_bits": 8}}}}'
+        )
+    unknown = (section.keys() - _QUANT) | (weight.keys() - _QUANT_WEIGHT)
+    if unknown or weight.get("q_type", "symmetric") != "symmetric":
+        raise ConfigError(
+            f"[deepspeed::init_inference] 'quant' is {section!r}; its keys are "
+            f"{', '.join(_QUANT)}, and 'quant.weight' may have {', '.join(_QUANT_WEIGHT)}, "
+            f"with q_type \"symmetric\""
+        )
+    bits = 8 if _name_of(config.get("dtype")) == "int8" else None
+    if section.get("enabled", True) and weight.get("enabled", True):
+        bits = weight.get("num_bits", 8)
+    if bits not in (None, 4, 8):
+        raise ConfigError(
+            f"[deepspeed::init_inference] 'quant.weight.num_bits' is {bits!r}; allowed: 4, 8"
+        )
+    return {"quantize": {"dtype": f"int{bits}"}} if bits else {}
 
 
 def _tensor_ranks(config: Mapping[str, Any]) -> int:
@@ -228,12 +252,16 @@ def _tensor_ranks(config: Mapping[str, Any]) -> int:
     return ranks
 
 
+def _name_of(dtype: Any) -> str:
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+
+
 def _precision(dtype: Any) -> str:
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    name = _name_of(dtype)
     if name not in _DTYPES:
         raise ConfigError(
             f"[deepspeed::init_inference] dtype is {dtype!r}, which is not supported; allowed: "
-            f"float16, bfloat16, float32"
+            f"float16, bfloat16, float32, int8"
         )
     return _DTYPES[name]
 
