@@ -85,6 +85,14 @@ TEST(PlannerTest, FrozenUnitsMoveParametersOnly) {
   EXPECT_EQ(num_frozen_moves, 2);
 }
 
+TEST(PlannerTest, KeptUnitsOnlyCompute) {
+  ModelDesc model = blocks(2);
+  for (UnitDesc& unit : model.units) unit.flats[0].trainable = false;
+  model.units[0].kept = true;
+  EXPECT_EQ(plan_section(preset("zero3", kBf16), model, kTwoRanks, Section::kEval).text(),
+            "forward u0\nmove u1 param all_gather(data)\nforward u1\ndrop u1 param\n");
+}
+
 TEST(PlannerTest, LayersExchangeWhileTheyCompute) {
   ModelDesc model = blocks(2);
   model.units[0].in_backward = {{MoveKind::kAllReduce, Axis::kTensor}};

@@ -95,6 +95,25 @@ TEST(Strategy, AGrainIsTheLeastAndMemoryIsOneChunk) {
   EXPECT_EQ(chunked(config(R"({"params": "disk"})")).units[1].num_chunks, 1);
 }
 
+TEST(Strategy, KeptUnitsAreTheFirstThatFit) {
+  ModelDesc some = model();
+  some.units.push_back({.name = "last", .flats = {{100, Dtype::kBf16, false}}});
+  assume_order(some, true);
+  const auto kept = [&](int64_t bytes) {
+    Config asked = Config::parse(
+        concat(R"({"inference": true, "offload": {"params": "host", "keep_bytes": )", bytes, "}}"));
+    set_kept(asked, some);
+    std::string units;
+    for (const UnitDesc& unit : some.units) units += unit.kept ? '1' : '0';
+    return units;
+  };
+  EXPECT_EQ(kept(0), "000");
+  EXPECT_EQ(kept(40), "100");
+  EXPECT_EQ(kept(240), "101");  // the block is too large
+  EXPECT_EQ(kept(1 << 30), "111");
+  EXPECT_EQ(kept(39), "000");
+}
+
 TEST(Strategy, AWindowHasTheCodecAndTheLayersOfAllMicroBatches) {
   Config asked = Config::parse(R"({"strategy": "zero3", "comm": {"codec": "int8"}})");
   asked.batch.accumulate = 7;

@@ -173,6 +173,34 @@ TEST(SimulatorTest, FrozenAndMixedFlatsCountAsTheyAre) {
   EXPECT_EQ(ledger.sent.at("backward").at("local"), full / 2 + trained / 2);
 }
 
+// Quantized values on disk are read to host memory and decoded to the device. Values that are not
+// quantized are read straight to the device, which is host memory, too.
+TEST(SimulatorTest, QuantizedAndKeptUnitsByHand) {
+  ModelDesc model;
+  model.units = {{.name = "first", .flats = {{1024, Dtype::kBf16, false}}},
+                 {.name = "second", .flats = {{16384, Dtype::kBf16, false}}}};
+  model.units[1].flats[0].quantized = true;
+  assume_order(model, false);
+  Table table = preset("zero3", {.param_tier = Tier::kDisk});
+  const auto ledger = [&] {
+    return simulate(plan_section(table, model, Mesh(), Section::kEval), table, model, Mesh());
+  };
+  Placement rest = table.at(Role::kParam, Phase::kRest);
+  EXPECT_EQ(ledger().tier[0].param, 32768);
+  EXPECT_EQ(ledger().tier[1].param, 32768);  // the search for edits
+  rest.dtype = Dtype::kInt8;
+  table.set(Role::kParam, Phase::kRest, rest);
+  table.set(Role::kParam, Phase::kHold, rest);
+  constexpr int64_t kInt8 = 16384 + 128 * 4;
+  EXPECT_EQ(ledger().tier[2].param, 2048 + kInt8);
+  EXPECT_EQ(ledger().tier[0].param, 32768);
+  EXPECT_EQ(ledger().tier[1].param, kInt8 + 32768);
+  EXPECT_EQ(ledger().sent.at("forward").at("host-disk"), 2048 + kInt8);
+  model.units[1].kept = true;
+  EXPECT_EQ(ledger().tier[0].param, 2048 + 32768);
+  EXPECT_EQ(ledger().sent.at("forward").at("host-disk"), 2048);
+}
+
 // Each micro-batch makes the exchanges of both passes. A ledger counts them, and says that
 // computing waits for them.
 TEST(SimulatorTest, LayersSendWhatTheySentInStepOne) {
