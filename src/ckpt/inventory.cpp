@@ -89,7 +89,9 @@ std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, i
     index += other < rank ? 1 : 0;
     ++count;
   }
-  const int64_t in_block = mem::kBlockBytes / dtype_bytes(holding.buffer->dtype);
+  const Dtype dtype = holding.buffer->dtype;
+  const int64_t in_block =
+      mem::kBlockBytes / dtype_bytes(is_quantized(dtype) ? holding.flat->dtype : dtype);
   const int64_t blocks = (holding.numel() + in_block - 1) / in_block;
   const auto cut = [&](int64_t part) {
     return std::min(holding.numel(), blocks * part / count * in_block);

@@ -9,6 +9,7 @@
 
 #include "src/base/text.h"
 #include "src/ckpt/damaged.h"
+#include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 #include "src/device/wire_codec.h"
 
@@ -267,6 +268,16 @@ struct Filling {
     });
   }
 
+  // A value that is not finite would make its whole block NaN.
+  static void refuse_nonfinite(const Holding& holding, const char* values) {
+    const int64_t numel = holding.numel();
+    if (device::host::first_nonfinite(values, Dtype::kFp32, numel) < 0) return;
+    throw Damaged(concat("[ckpt::load] unit ", holding.unit, ", with parameter \"",
+                         holding.flat->slots.front().name,
+                         "\", rests quantized (quantize.dtype), but the checkpoint has values of "
+                         "it that are not finite"));
+  }
+
   void into_buffer(const Holding& holding) {
     target.executor.traffic().settle();  // so that at most one buffer is in memory
     target.executor.traffic().make_room(*holding.buffer, holding.account);
@@ -274,6 +285,7 @@ struct Filling {
     if (is_quantized(holding.buffer->dtype)) {
       std::vector<char> values(static_cast<size_t>(holding.numel() * 4));
       read(holding, values.data(), Dtype::kFp32);
+      attempt([&] { refuse_nonfinite(holding, values.data()); });
       const at::Tensor sent =
           device::brought(values.data(), Dtype::kFp32, holding.numel(), to.device);
       device::recode(to, holding.buffer->dtype, device::address_of(sent, to.device), Dtype::kFp32,

@@ -374,6 +374,28 @@ void GatheredValues::adopt(Flat& flat, const at::Tensor& full, const std::string
   rank_.traffic.settle();
 }
 
+// A value that is not finite would make its whole block NaN.
+void GatheredValues::refuse_nonfinite(const Flat& flat, const at::Tensor& values) const {
+  const int64_t bad =
+      device::host::first_nonfinite(values.const_data_ptr(), flat.dtype, values.numel());
+  for (const Slot& slot : flat.slots) {
+    if (bad < slot.offset || bad >= slot.offset + slot.numel) continue;
+    throw RuntimeFault(concat("[engine::parameters] parameter \"", slot.name,
+                              "\" was given a value that is not finite, but it rests quantized "
+                              "(quantize.dtype), so the values beside it would become NaN"));
+  }
+}
+
+// Replaces a gathered copy by the values at rest, decoded.
+void GatheredValues::show_rounded(Flat& flat, Buffer& whole, const std::string& label) {
+  const at::Tensor full =
+      read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
+  const device::Device* const owner = whole.data().device;
+  const at::Tensor there = device::brought({bytes_of(full)}, Dtype::kFp32, flat.numel, owner);
+  device::take(whole.data(), whole.dtype, device::address_of(there, owner), Dtype::kFp32,
+               flat.numel, false);
+}
+
 void GatheredValues::refresh(int index) {
   updates_.finish();
   for (Flat& flat : rank_.units[index].flats) {
@@ -382,7 +404,9 @@ void GatheredValues::refresh(int index) {
     rank_.channels.stage().broadcast(concat("refresh u", index), rank_.replicas(flat),
                                      bytes_of(values), whole.bytes());
     if (whole.data().device != nullptr) device::copy(whole.data(), bytes_of(values), whole.bytes());
+    if (flat.quantized) refuse_nonfinite(flat, values);
     write(flat, 0, flat.numel, whole.data());
+    if (flat.quantized) show_rounded(flat, whole, concat("rounded u", index));
     for (Slot& slot : flat.slots) {
       slot.version = slot.param._version();
       flat.renew_print(slot);
@@ -435,7 +459,7 @@ void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Add
         device::brought(values + (from - first) * size, flat.dtype, to - from, owner);
     const device::Address edits = device::address_of(seen, owner);
     if (is_quantized(buffer.dtype)) {
-      // Values that were not written keep their codes: decoded to fp32, they encode to the same.
+      // Blocks without a written value keep their codes: decoded to fp32, they encode to the same.
       const at::Tensor all =
           device::decoded(buffer.data(), buffer.dtype, Dtype::kFp32, buffer.numel, owner);
       const device::Address values32 = device::address_of(all, owner);

@@ -63,7 +63,8 @@ class GatheredValues {
   void publish(int unit);
   // Sets the windows again after the resting parameters were written.
   void show(Flat& flat);
-  // [stage] Copies the first rank's edited full parameters to every copy on every rank.
+  // [stage] Copies the first rank's edited full parameters to every copy on every rank. The values
+  // of quantized parameters are then those at rest, rounded, in every copy.
   void refresh(int unit);
   // [stage] `values` [flat.numel]: fp32 values of the first rank; NaN means no value. Sets a master
   // to its value if the value rounds to the parameter (with deltas: to the parameter at rest).
@@ -89,6 +90,8 @@ class GatheredValues {
               char* full);
   // Returns whether values with this placement are gathered as [Note: Values between nodes] says.
   bool through_devices(const Placement& place) const;
+  void refuse_nonfinite(const Flat& flat, const at::Tensor& values) const;
+  void show_rounded(Flat& flat, Buffer& whole, const std::string& label);
   void set_rest(Flat& flat, const Placement& from, char* values, const std::string& label);
   void doubt(const UnitState& unit, const Flat& flat, Buffer& own, device::Address seen);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);

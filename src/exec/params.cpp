@@ -96,10 +96,14 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
       std::vector<Flat>& flats = rank_.units[units[i]].flats;
       for (size_t f = 0; f < flats.size(); ++f) {
         Buffer& source = find(flats[f].params, from)->one();
-        if (straight && f < arriving[i].size()) {  // memory that a read may still write to
-          source.memory = std::move(arriving[i][f].one().memory);
-          source.moving = arriving[i][f].one().moving;
-        }
+        if (!straight || f >= arriving[i].size()) continue;
+        source.memory = std::move(arriving[i][f].one().memory);  // a read may still write to it
+        source.moving = arriving[i][f].one().moving;
+      }
+    }
+    for (const int index : units) {
+      for (Flat& flat : rank_.units[index].flats) {
+        Buffer& source = find(flat.params, from)->one();
         if (source.on_disk()) rank_.traffic.drop(source);
       }
     }

@@ -68,7 +68,7 @@ struct Disk::Impl {
   struct Request {  // at most one stripe
     std::shared_ptr<DiskTicket::Impl> ticket;
     std::string_view place;  // the folder of the swap file, or the path of a user's file
-    bool swaps = true;
+    bool in_swap_file = true;
     BlockIo* io = nullptr;
     int cached = -1;  // descriptor that goes through the page cache, for a file that bypasses it
     BlockRequest whole;
@@ -80,7 +80,7 @@ struct Disk::Impl {
 
     std::string text() const {
       return concat(whole.write ? "write" : "read", " of ", whole.bytes, " bytes at offset ",
-                    whole.offset, swaps ? " of the swap file in \"" : " of \"", place, "\"");
+                    whole.offset, in_swap_file ? " of the swap file in \"" : " of \"", place, "\"");
     }
   };
 
@@ -259,7 +259,7 @@ DiskTicket Disk::Impl::read_files(int64_t offset, char* data, int64_t bytes) {
                              {},
                              direct},
                             part.path));
-      started.back()->swaps = false;
+      started.back()->in_swap_file = false;
       started.back()->io = file_io.get();
       started.back()->cached = part.file;
       at += size;
@@ -292,7 +292,7 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   }
   const int64_t left = request.whole.bytes - request.moved;
   // In swap files the rest begins at a whole block, as O_DIRECT requires.
-  const int64_t unit = request.swaps ? kBlockBytes : 1;
+  const int64_t unit = request.in_swap_file ? kBlockBytes : 1;
   const int64_t whole = result < left ? result / unit * unit : left;
   if (whole > 0) request.moved += whole;
   request.tries = whole > 0 ? 0 : request.tries + 1;

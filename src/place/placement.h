@@ -23,7 +23,7 @@ enum class Dtype : uint8_t { kFp32, kBf16, kFp16, kInt8, kInt4 };
 int64_t dtype_bytes(Dtype dtype);  // of one value; not for quantized dtypes
 bool is_quantized(Dtype dtype);
 Wire code_of(Dtype dtype);  // of a quantized dtype
-// Returns the bytes of a buffer with `numel` values. Quantized buffers fill whole disk blocks.
+// Returns the bytes of a buffer with `numel` values. For quantized values, a multiple of 512.
 int64_t buffer_bytes(Dtype dtype, int64_t numel);
 const char* dtype_name(Dtype dtype);       // "fp32" "bf16" "fp16" "int8/128" "int4/64"
 const char* tier_name(Tier tier);          // "device" "host" "disk"

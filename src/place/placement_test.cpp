@@ -88,7 +88,7 @@ TEST(PlacementTest, MovesParse) {
     EXPECT_THROW(parse_move(wrong), ConfigError) << wrong;
 }
 
-TEST(PlacementTest, QuantizedBuffersFillWholeBlocks) {
+TEST(PlacementTest, QuantizedBuffersHaveTheirScales) {
   EXPECT_EQ(buffer_bytes(Dtype::kBf16, 1000), 2000);
   EXPECT_EQ(buffer_bytes(Dtype::kInt8, 128), 512);
   EXPECT_EQ(buffer_bytes(Dtype::kInt8, 1 << 20), (1 << 20) + (1 << 13) * 4);

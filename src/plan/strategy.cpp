@@ -124,11 +124,16 @@ void set_residual(const Codec& codec, const Mesh& mesh, Table& table) {
 // Parameters that are held as they rest are quantized there, too.
 void set_quantized(const Config& config, Table& table) {
   const Placement rest = table.at(Role::kParam, Phase::kRest);
-  const bool plain = rest.dtype == table.at(Role::kParam, Phase::kForward).dtype;
-  if (is_quantized(rest.dtype) || (!plain && config.quantize.dtype != "none")) {
-    throw ConfigError(concat("[plan::table_of] table.param.rest is \"", rest.text(),
-                             "\". Write the dtype in which the model computes, and set "
-                             "\"quantize.dtype\" for frozen parameters that rest quantized"));
+  const Dtype computes = table.at(Role::kParam, Phase::kForward).dtype;
+  for (const Phase phase : {Phase::kRest, Phase::kHold}) {
+    const Placement& cell = table.at(Role::kParam, phase);
+    const bool changes = config.quantize.dtype != "none" && cell.dtype != computes;
+    if (!is_quantized(cell.dtype) && !changes) continue;
+    throw ConfigError(concat("[plan::table_of] table.param.", phase_name(phase), " is \"",
+                             cell.text(), "\". Write the dtype of table.param.forward, ",
+                             dtype_name(computes),
+                             ", which stands for each parameter's own, and "
+                             "set \"quantize.dtype\" for frozen parameters that rest quantized"));
   }
   if (config.quantize.dtype == "none") return;
   Placement quantized = rest;
@@ -324,7 +329,6 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
 
 // While the forward computes with these units, the others are read ahead.
 void set_kept(const Config& config, ModelDesc& model) {
-  for (UnitDesc& unit : model.units) unit.kept = false;
   int64_t left = config.offload.keep_bytes;
   for (const Visit& visit : model.forward) {
     UnitDesc& unit = model.units[static_cast<size_t>(visit.unit)];
@@ -460,7 +464,9 @@ Ledger predict(const Config& config, ModelDesc model, bool external_optimizer,
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config, model).on(mesh);
   set_chunks(config, table, model);
-  set_kept(config, model);
+  const bool is_set = std::any_of(model.units.begin(), model.units.end(),
+                                  [](const UnitDesc& unit) { return unit.kept; });
+  if (!is_set) set_kept(config, model);
   end_frozen_last(table, model);
   const int moments = external_optimizer ? 0 : num_moments(config);
   const auto ledger_of = [&](const Table& wired) {

@@ -149,7 +149,7 @@ INFERENCE = [
     Mutation(
         "kept units have the values from before a load",
         "src/engine/step/driver.cpp",
-        "    if (kept_[unit] && held_[unit] == 0) executor_",
+        "    if (replaces && kept_[unit] && held_[unit] == 0) executor_",
         "    if (false) executor_",
         Pytest((KEPT, "-k", "have_the_new_values and load")),
     ),

@@ -148,3 +148,24 @@ def test_an_edit_in_place_is_an_error(pools, tmp_path):
     for told in pools(2).run(edits, str(tmp_path), "in place"):
         assert "up_proj" in told["said"] and "gathered" in told["said"], told
         assert told["state"] is not True, told
+
+
+def goes_on(folder: str) -> dict[str, Any]:
+    """One rank's forward raises, and the script goes on."""
+    plain = llama()
+    engine = start(folder, copy.deepcopy(plain), 10**9)
+    told = {"before": torch.equal(forward(engine), forward(plain)), "raised": False}
+    if dist.get_rank() == 1:
+        try:
+            engine.module(input_ids=torch.full((1, 2), 10**6))
+        except IndexError:
+            told["raised"] = True
+    told["after"] = torch.equal(forward(engine), forward(plain))
+    engine.close()
+    return told
+
+
+def test_an_error_of_one_rank_leaves_kept_units(pools, tmp_path):
+    first, second = pools(2).run(goes_on, str(tmp_path))
+    assert first == {"before": True, "raised": False, "after": True}
+    assert second == {"before": True, "raised": True, "after": True}

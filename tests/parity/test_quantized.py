@@ -224,6 +224,82 @@ def test_what_is_not_quantized_stays_in_the_files(pools, tmp_path):
         assert told["wrong"] == [] and told["same"] and told["units"] >= 6, told
 
 
+def exact_again(engine: Any, plain: nn.Module) -> bool:
+    """Whether a forward computes with the values of state_dict()."""
+    plain.load_state_dict(engine.state_dict(rank0_only=False))
+    return torch.equal(rest.text(engine.module), rest.text(plain))
+
+
+def edits_of_whole_units(folder: str, keep: int) -> dict[str, Any]:
+    """Edits units whose working copy stays: the copy gets the rounded values, too."""
+    plain = plain_llama()
+    offload = {"params": "host", "keep_bytes": keep}
+    engine = start(folder, copy.deepcopy(plain), "int8", offload=offload)
+    model = engine.module
+    param = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    told: dict[str, Any] = {"first": exact_again(engine, plain)}
+    with engine.gathered(write=True), torch.no_grad():
+        param.mul_(1.7)
+    told["gathered"] = exact_again(engine, plain)
+    engine.load_state_dict({n: v * 0.3 for n, v in plain_llama().state_dict().items()})
+    told["load_state_dict"] = exact_again(engine, plain)
+    engine.set_param_state(param, "param", torch.full(param.shape, 0.123))
+    told["set_param_state"] = exact_again(engine, plain)
+    told["param_state"] = torch.equal(
+        engine.param_state(param, "param").bfloat16(),
+        engine.state_dict(rank0_only=False)["model.layers.1.mlp.up_proj.weight"].bfloat16(),
+    )
+    with engine.inference("resident"):
+        engine.load_state_dict({n: v * 0.6 for n, v in plain_llama().state_dict().items()})
+        told["inside"] = exact_again(engine, plain)
+    told["after"] = exact_again(engine, plain)
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("keep", [0, 10**9])
+@pytest.mark.parametrize("world", [1, 2])
+def test_edits_reach_copies_that_stay(keep, world, pools, tmp_path):
+    for told in pools(world).run(edits_of_whole_units, str(tmp_path), keep):
+        assert all(told.values()), told
+
+
+def not_finite(folder: str) -> list[str]:
+    engine = start(folder, plain_llama(), "int8")
+    param = dict(engine.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    said = []
+    bad = torch.zeros(param.shape)
+    bad[1, 2] = float("nan")
+    try:
+        engine.set_param_state(param, "param", bad)
+    except ValueError as error:
+        said.append(str(error))
+    try:
+        with engine.gathered(write=True), torch.no_grad():
+            param[1, 2] = float("inf")
+    except RuntimeError as error:
+        said.append(str(error))
+    engine.close()
+    return said
+
+
+def test_values_that_are_not_finite_are_refused(pools, tmp_path):
+    for said in pools(2).run(not_finite, str(tmp_path)):
+        assert len(said) == 2 and all("up_proj" in one and "finite" in one for one in said), said
+
+
+def alone(folder: str) -> bool:
+    engine = start(folder, plain_llama(), "int8", strategy="ddp", offload={"params": "none"})
+    for _ in range(3 if dist.get_rank() == 0 else 0):
+        rest.text(engine.module)
+    engine.close()
+    return True
+
+
+def test_a_rank_with_all_parameters_generates_alone(pools, tmp_path):
+    assert all(pools(2).run(alone, str(tmp_path)))
+
+
 # ---- a frozen base beside parameters that train
 
 
@@ -318,6 +394,22 @@ def refused(folder: str, config: dict[str, Any], train: bool, bad: bool) -> str:
         (
             {"table": {"param": {"rest": "SS@device:int8/128"}}},
             False, False, r'table.param.rest is "SS@device:int8/128".*quantize.dtype',
+        ),
+        (
+            {"quantize": {"dtype": "int8", "params": ["*up_proj*", "*upproj*"]}},
+            False, False, r'params has "\*upproj\*", which no frozen parameter has',
+        ),
+        (
+            {"table": {"param": {"hold": "SS@host:int4/64"}}},
+            False, False, r'table.param.hold is "SS@host:int4/64"',
+        ),
+        (
+            {"offload": {"params": "host", "keep_bytes": 10}},
+            False, False, r"keep_bytes\" is 10, but the smallest unit has \d+ bytes",
+        ),
+        (
+            {"offload": {"params": "host", "keep_bytes": "1MiB"}, "comm": {"codec": "int8"}},
+            False, False, "keep_bytes.*lossy wire",
         ),
         ({"quantize": {"dtype": "int4"}}, False, True, "up_proj.weight.*not finite.*quantize"),
     ],

@@ -65,11 +65,14 @@ def _check(args: argparse.Namespace, config: dict[str, Any]) -> None:
                 f"[plan] --{option} has no effect with --generate: give batch and prompt in "
                 "--generate, and the ranks as --world"
             )
-    for key in _UNCOUNTED:
-        if config.get(key):
-            raise ValueError(
-                f'[plan] --generate does not count the effect of "{key}" in --config. Leave it out'
-            )
+    uncounted = [key for key in _UNCOUNTED if config.get(key)]
+    if (config.get("comm") or {}).get("codec", "none") != "none":
+        uncounted.append("comm.codec")
+    if uncounted:
+        raise ValueError(
+            f'[plan] --generate does not count the effect of "{uncounted[0]}" in --config. Leave '
+            "it out"
+        )
 
 
 def _question(

@@ -183,7 +183,9 @@ class Checkpointing:
         urgency = self._core.checkpoints.asked()
         if urgency == 0:
             return
-        self.save(client_state=self.client_state)
+        # The original values of quantized parameters are gone.
+        frozen = self.config.quantize.dtype == "none"
+        self.save(client_state=self.client_state, frozen=frozen)
         save_signals.end_if(urgency)
 
     def _checkpoints_in(self, path: Any, call: str) -> str:

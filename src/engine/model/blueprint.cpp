@@ -58,7 +58,7 @@ ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stag
 
 // Returns whether a parameter rests quantized: whether it is frozen and has one of the names of
 // quantize.params. Without names: whether it is a matrix of a block.
-bool is_quantized(const Config& config, const UnitSpec& spec, const ParamInfo& info) {
+bool rests_quantized(const Config& config, const UnitSpec& spec, const ParamInfo& info) {
   if (config.quantize.dtype == "none" || trains(config, info)) return false;
   const std::vector<std::string>& names = config.quantize.params;
   if (names.empty()) return spec.block && info.param.dim() >= 2;
@@ -101,7 +101,7 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       const Dtype dtype = compute_dtype(config, tree.params[named]);
       const bool trainable = trains(config, info);
       const ModelPlacement placement = placement_of(info, index, stages, mesh, config);
-      const bool quantized = is_quantized(config, spec, tree.params[named]);
+      const bool quantized = rests_quantized(config, spec, tree.params[named]);
       exec::Flat* flat = nullptr;
       for (exec::Flat& one : unit.flats) {
         const bool alike = one.dtype == dtype && one.trainable == trainable;
@@ -176,11 +176,25 @@ Question question_of(const Blueprint& blueprint, const Room& room, bool external
 // Throws ConfigError if "quantize" has no effect.
 void check_quantized(const Config& config, const std::vector<exec::UnitState>& units) {
   if (config.quantize.dtype == "none") return;
-  bool any = false;
+  std::vector<std::string> names, unused;
   for (const exec::UnitState& unit : units) {
-    for (const exec::Flat& flat : unit.flats) any |= flat.quantized;
+    for (const exec::Flat& flat : unit.flats) {
+      for (const exec::Slot& slot : flat.slots) {
+        if (flat.quantized) names.push_back(slot.name);
+      }
+    }
   }
-  if (any) return;
+  for (const std::string& pattern : config.quantize.params) {
+    const bool used = std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+      return fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
+    });
+    if (!used) unused.push_back(concat("\"", pattern, "\""));
+  }
+  if (!unused.empty() && !names.empty()) {
+    throw ConfigError(concat("[engine::draw] quantize.params has ", join(unused, ", "),
+                             ", which no frozen parameter has"));
+  }
+  if (!names.empty()) return;
   throw ConfigError(
       concat("[engine::draw] \"quantize.dtype\" is \"", config.quantize.dtype,
              "\", but no parameter is quantized. Only frozen parameters are: set \"inference\", "
@@ -394,6 +408,30 @@ Budgets budgets_of(const Blueprint& blueprint, const Room& room, bool external_o
           budget(found, room.memory, &Alternative::memory)};
 }
 
+namespace {
+
+// Throws ConfigError if offload.keep_bytes has no effect, or one that nobody wants.
+void check_kept(const Config& config, const Table& table, const ModelDesc& model) {
+  const int64_t bytes = config.offload.keep_bytes;
+  if (bytes == 0) return;
+  const auto fail = [&](const std::string& why) {
+    throw ConfigError(concat("[engine::settle] \"offload.keep_bytes\" is ", bytes, why));
+  };
+  if (table.wires.param.lossy()) {
+    fail(
+        ", but parameters travel by a lossy wire, so kept and other units would have values of "
+        "different precision. Use the plain wire, or leave this key out");
+  }
+  int64_t smallest = INT64_MAX;
+  for (const UnitDesc& unit : model.units) {
+    if (unit.kept) return;
+    if (unit_bytes(unit) > 0) smallest = std::min(smallest, unit_bytes(unit));
+  }
+  if (smallest < INT64_MAX) fail(concat(", but the smallest unit has ", smallest, " bytes"));
+}
+
+}  // namespace
+
 Table settle(Blueprint& blueprint) {
   const Table table = table_of(blueprint.config, blueprint.model);
   for (const UnitDesc& unit : blueprint.model.units) {
@@ -408,6 +446,7 @@ Table settle(Blueprint& blueprint) {
   end_frozen_last(table.on(blueprint.mesh), blueprint.model);
   set_chunks(blueprint.config, table.on(blueprint.mesh), blueprint.model);
   set_kept(blueprint.config, blueprint.model);
+  check_kept(blueprint.config, table, blueprint.model);
   return table;
 }
 

@@ -191,7 +191,7 @@ std::string Core::State::Checkpointing::refusal(bool in_window) const {
 
 // Drops the window and the working copies before the state is replaced.
 void Core::State::Checkpointing::rest() const {
-  state.driver->abandon();
+  state.driver->abandon(true);
   state.drop_gradients();
 }
 

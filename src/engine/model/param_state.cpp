@@ -19,6 +19,7 @@
 #include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
 #include "src/ckpt/inventory.h"
+#include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 #include "src/device/wire_codec.h"
 #include "src/engine/model/residual_state.h"
@@ -221,13 +222,15 @@ struct Values::ParamState {
 
   std::vector<OwnedRange> read(bool once) {
     std::vector<OwnedRange> all;
+    const Holding* decoded_of = nullptr;
+    at::Tensor values;
     for_each(once, [&](Holding& one, const ckpt::StatePiece& piece) {
       with_values(one, [&] {
         OwnedRange& part = all.emplace_back();
         part.begin = piece.global.begin;
         part.values.resize(static_cast<size_t>(piece.numel));
         if (one.flat->quantized) {
-          const at::Tensor values = decoded(*one.buffer);
+          if (std::exchange(decoded_of, &one) != &one) values = decoded(*one.buffer);
           std::memcpy(part.values.data(),
                       static_cast<const float*>(values.const_data_ptr()) + (piece.at - one.first),
                       static_cast<size_t>(piece.numel) * 4);
@@ -276,9 +279,21 @@ struct Values::ParamState {
     return full;
   }
 
+  // Throws on all ranks alike. A value that is not finite would make its whole block NaN.
+  void refuse_nonfinite(const float* full) const {
+    const bool quantized = std::any_of(found.begin(), found.end(),
+                                       [](const Holding& one) { return one.flat->quantized; });
+    const int64_t numel = c10::multiply_integers(shape);
+    if (!quantized || device::host::first_nonfinite(full, Dtype::kFp32, numel) < 0) return;
+    throw ConfigError(concat("[engine::set_param_state] \"", name,
+                             "\" rests quantized (quantize.dtype), so each of its values must be "
+                             "finite"));
+  }
+
   // [all ranks] Replaces this rank's elements by the elements of `full`, the full tensor in fp32.
   void write(const float* full) {
-    state.driver->abandon();  // frees working copies, which have the old values
+    refuse_nonfinite(full);
+    state.driver->abandon(true);  // frees working copies, which have the old values
     std::vector<const exec::Flat*> done;
     for (Holding& one : found) {
       const bool master = one.account == mem::Account::kOptim && role == kParam;

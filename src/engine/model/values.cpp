@@ -85,7 +85,7 @@ void Values::change_shards(const std::string& what, const std::function<void()>&
       num_shards(executor.table().master(), executor.mesh()) > 1 || exec::divides_model(executor);
   if (apart) problem = engine::first_problem(executor, concat("call of ", what), problem);
   // After an error the parameters get the values that the method has written so far, as in torch.
-  state_->driver->abandon();  // frees working copies, which have the old values
+  state_->driver->abandon(true);  // frees working copies, which have the old values
   for (size_t unit = 0; unit < executor.units().size(); ++unit) {
     executor.values().publish(static_cast<int>(unit));
   }

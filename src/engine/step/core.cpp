@@ -81,6 +81,7 @@ void Core::forward_failed(const std::string& error) {
 
 bool Core::any_forward(bool mine) {
   state_->check_open("forward");
+  if (!state_->model_ranks.stages && !engine::forwards_meet(*state_->executor)) return mine;
   const std::string all = engine::say_each(*state_->executor, "any forward", mine);
   const bool any = all.find('1') != std::string::npos, ended = all.find('0') != std::string::npos;
   // If a rank has no more batches, it runs the plan of a forward. Until the end of step one, this

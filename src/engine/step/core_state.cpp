@@ -89,6 +89,7 @@ void refuse_edit(const engine::Driver& driver, engine::OutsideEdits& border, int
 
 // Inside gathered(), a forward whose units are all held runs no collective.
 bool holds_all(const engine::Driver& driver, const exec::Executor& executor) {
+  if (!engine::forwards_meet(executor)) return true;
   for (size_t unit = 0; unit < executor.units().size(); ++unit) {
     const bool empty = executor.units()[unit].flats.empty();
     if (!empty && driver.held(static_cast<int>(unit)) == 0) return false;

@@ -105,7 +105,7 @@ void Driver::begin(Section section, int action) {
       if (!stays) executor_.params().drop(static_cast<int>(unit));
     }
   }
-  // No plan line moves units that are kept. They are not whole yet, or no longer after abandon().
+  // No plan line moves units that are kept. They are not whole yet, or no longer after a load.
   // They come one after another, so that their buffers take memory one after another.
   for (size_t unit = 0; unit < kept_.size(); ++unit) {
     if (kept_[unit]) executor_.params().require(static_cast<int>(unit));
@@ -367,7 +367,7 @@ void Driver::move_late(const std::vector<bool>& late, Section backward) {
   for (size_t i = 0; i < next_; ++i) again((*steps_)[i]);  // the update's lines before the norm
 }
 
-void Driver::abandon() {
+void Driver::abandon(bool replaces) {
   owed_.clear();
   running_ = finishing_ = carries_ = lost_hold_ = false;
   memory_.end_section();
@@ -375,8 +375,8 @@ void Driver::abandon() {
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     active_[unit] = 0;
     release(static_cast<int>(unit));
-    // The state at rest may be replaced next.
-    if (kept_[unit] && held_[unit] == 0) executor_.params().drop(static_cast<int>(unit));
+    if (replaces && kept_[unit] && held_[unit] == 0)
+      executor_.params().drop(static_cast<int>(unit));
   }
 }
 

@@ -67,8 +67,10 @@ class Driver {
   std::vector<bool> late() const;
   // [all ranks] Runs the gradient moves of section `backward` again for the units in `late`.
   void move_late(const std::vector<bool>& late, Section backward);
-  // Drops the section and frees gathered parameters after an error in user code.
-  void abandon();
+  // Drops the section and frees gathered parameters after an error in user code. `replaces`: the
+  // parameters at rest will be replaced, so units that are kept are freed, too, until the next
+  // forward. All ranks must then call it.
+  void abandon(bool replaces = false);
 
   // Returns whether the section in progress has collectives that have not begun.
   bool owes() const;

@@ -143,6 +143,11 @@ void OutsideEdits::take_over(Param& param) {
            "inside engine.gathered(write=True)");
   }
   const auto [unit, flat, slot] = param.places.front();
+  if (flat->quantized && unit->attached) {
+    refuse(param.name,
+           "rests quantized and was given new memory while it is gathered. Write to it inside "
+           "engine.gathered(write=True)");
+  }
   executor_.updates().finish();
   const at::Tensor values = param.tensor.detach().clone(at::MemoryFormat::Contiguous);
   slot->given = exec::ReplicaEdits::print_of(values);
@@ -211,11 +216,13 @@ std::string OutsideEdits::edited(int index, bool always) {
   const exec::UnitState& unit = executor_.units()[static_cast<size_t>(index)];
   if (!unit.attached || executor_.table().rests_whole()) return "";
   if (const std::string found = touched(unit); !found.empty()) return found;
-  // The comparison would copy the resting shard to the device or read it from disk, so it is made
-  // rarely, and at first only once if all values are frozen.
-  const Tier rest = executor_.table().at(Role::kParam, Phase::kRest).tier;
+  // The comparison would copy the resting shard to the device, read it from disk or decode it, so
+  // it is made rarely, and at first only once if all values are frozen.
+  const Placement& rest = executor_.table().at(Role::kParam, Phase::kRest);
   const bool on_accelerator = !executor_.traffic().tiers().computes.is_host();
-  if ((rest == Tier::kDisk || (rest == Tier::kHost && on_accelerator)) && !always) {
+  const bool costs = rest.tier == Tier::kDisk || (rest.tier == Tier::kHost && on_accelerator) ||
+                     is_quantized(rest.dtype);
+  if (costs && !always) {
     const int looks = ++looks_[static_cast<size_t>(index)];
     const bool trains = std::any_of(unit.flats.begin(), unit.flats.end(),
                                     [](const exec::Flat& flat) { return flat.trainable; });

@@ -67,6 +67,15 @@ void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed) {
   wanted = 0;
 }
 
+bool forwards_meet(const exec::Executor& executor) {
+  const Table& table = executor.table();
+  const std::vector<Move> moves =
+      hops(table.at(Role::kParam, Phase::kRest), table.at(Role::kParam, Phase::kForward));
+  return std::any_of(moves.begin(), moves.end(), [&](const Move& move) {
+    return move.is_collective() && executor.mesh().ranks_along(move.axes) > 1;
+  });
+}
+
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine) {
   std::string all;
   for (const std::string& one : executor.share(label, mine ? "1" : "0")) all += one;

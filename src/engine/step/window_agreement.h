@@ -33,6 +33,8 @@ bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window
 // Removes the last digit of each rank's text: the save urgency that the rank wants. Raises `agreed`
 // to the highest digit and clears `wanted`.
 void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed);
+// Returns whether ranks exchange parameters in a forward.
+bool forwards_meet(const exec::Executor& executor);
 // [all ranks] Returns one character per rank: '1' if `mine` is true on that rank, else '0'.
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
 // [all ranks] Returns the text of each rank, by rank. Texts may differ in length.

@@ -102,7 +102,7 @@ std::string Report::explain() const {
   const Placement& rest = state_->executor->table().at(Role::kParam, Phase::kRest);
   for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
     out += concat("u", unit, " ", state_->unit_names[unit],
-                  state_->model.units[unit].kept ? " (kept)" : "");
+                  state_->model.units[unit].kept && state_->moves_params ? " (kept)" : "");
     const std::vector<exec::Flat>& here = state_->executor->units()[unit].flats;
     const std::vector<FlatDesc>& flats = state_->model.units[unit].flats;
     for (size_t at = 0; at < flats.size(); ++at) {

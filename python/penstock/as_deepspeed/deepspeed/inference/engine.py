@@ -193,6 +193,9 @@ def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
     native |= _of_zero(config.get("zero")) | _quantized(config)
     idle = [f"{key}: {_NO_EFFECT[key]}" for key in config
             if key in _NO_EFFECT and config[key] not in (None, False)]  # fmt: skip
+    if "quantize" in native:
+        idle.append("quant.activation, quant.qkv, quant.weight.q_groups: only matrices of blocks "
+                    "are rounded, with a scale for 128 or 64 values")  # fmt: skip
     if idle:
         log_dist_once("keys of init_inference without effect: " + "; ".join(idle), ranks=[0])
     return native
@@ -201,6 +204,7 @@ def _translated(config: Mapping[str, Any]) -> dict[str, Any]:
 def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the native section for the keys "dtype" (int8) and "quant"."""
     section = config.get("quant") or {"enabled": False}
+    section = section.model_dump() if hasattr(section, "model_dump") else section
     weight = section.get("weight") or {} if isinstance(section, Mapping) else None
     if not isinstance(weight, Mapping):
         raise ConfigError(
