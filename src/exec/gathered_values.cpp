@@ -25,6 +25,18 @@ namespace {
 at::Tensor zeros32(int64_t numel) { return at::zeros({numel}, at::TensorOptions(at::kFloat)); }
 char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
 
+// A value that is not finite would make its whole block NaN.
+void refuse_nonfinite(const Flat& flat, const at::Tensor& values) {
+  const int64_t bad =
+      device::host::first_nonfinite(values.const_data_ptr(), flat.dtype, values.numel());
+  for (const Slot& slot : flat.slots) {
+    if (bad < slot.offset || bad >= slot.offset + slot.numel) continue;
+    throw RuntimeFault(concat("[engine::parameters] parameter \"", slot.name,
+                              "\" was given a value that is not finite, but it rests quantized "
+                              "(quantize.dtype), so the values beside it would become NaN"));
+  }
+}
+
 }  // namespace
 
 // Returns the buffer's values in host memory: a view of host memory, or a copy from a device.
@@ -372,18 +384,6 @@ void GatheredValues::adopt(Flat& flat, const at::Tensor& full, const std::string
     }
   }
   rank_.traffic.settle();
-}
-
-// A value that is not finite would make its whole block NaN.
-void GatheredValues::refuse_nonfinite(const Flat& flat, const at::Tensor& values) const {
-  const int64_t bad =
-      device::host::first_nonfinite(values.const_data_ptr(), flat.dtype, values.numel());
-  for (const Slot& slot : flat.slots) {
-    if (bad < slot.offset || bad >= slot.offset + slot.numel) continue;
-    throw RuntimeFault(concat("[engine::parameters] parameter \"", slot.name,
-                              "\" was given a value that is not finite, but it rests quantized "
-                              "(quantize.dtype), so the values beside it would become NaN"));
-  }
 }
 
 // Replaces a gathered copy by the values at rest, decoded.

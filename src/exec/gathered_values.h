@@ -90,7 +90,6 @@ class GatheredValues {
               char* full);
   // Returns whether values with this placement are gathered as [Note: Values between nodes] says.
   bool through_devices(const Placement& place) const;
-  void refuse_nonfinite(const Flat& flat, const at::Tensor& values) const;
   void show_rounded(Flat& flat, Buffer& whole, const std::string& label);
   void set_rest(Flat& flat, const Placement& from, char* values, const std::string& label);
   void doubt(const UnitState& unit, const Flat& flat, Buffer& own, device::Address seen);

@@ -65,6 +65,19 @@ void Params::fetch(const std::vector<int>& units, const Placement& from, bool st
   }
 }
 
+// Gives memory to which reads may still write to the buffers on disk.
+void Params::return_memory(const std::vector<int>& units, const Placement& from,
+                           std::vector<std::vector<Copy>>& arriving) {
+  for (size_t i = 0; i < units.size(); ++i) {
+    std::vector<Flat>& flats = rank_.units[units[i]].flats;
+    for (size_t f = 0; f < arriving[i].size(); ++f) {
+      Buffer& source = find(flats[f].params, from)->one();
+      source.memory = std::move(arriving[i][f].one().memory);
+      source.moving = arriving[i][f].one().moving;
+    }
+  }
+}
+
 void Params::bring(const std::vector<int>& units, const Placement& from,
                    const std::vector<Move>& moves, const comm::Label& label) {
   auto walk = std::make_shared<Walk>(rank_.walk(from, moves));
@@ -92,15 +105,7 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
     }
     walk->ready();
   } catch (...) {
-    for (size_t i = 0; i < units.size(); ++i) {
-      std::vector<Flat>& flats = rank_.units[units[i]].flats;
-      for (size_t f = 0; f < flats.size(); ++f) {
-        Buffer& source = find(flats[f].params, from)->one();
-        if (!straight || f >= arriving[i].size()) continue;
-        source.memory = std::move(arriving[i][f].one().memory);  // a read may still write to it
-        source.moving = arriving[i][f].one().moving;
-      }
-    }
+    if (straight) return_memory(units, from, arriving);
     for (const int index : units) {
       for (Flat& flat : rank_.units[index].flats) {
         Buffer& source = find(flat.params, from)->one();

@@ -43,6 +43,8 @@ class Params {
              const comm::Label& label);
   void put_away(int unit, const std::vector<Move>& moves, const comm::Label& label);
   void fetch(const std::vector<int>& units, const Placement& from, bool straight);
+  void return_memory(const std::vector<int>& units, const Placement& from,
+                     std::vector<std::vector<Copy>>& arriving);
   void settle(UnitState& unit);
   void attach(UnitState& unit);
   void detach(UnitState& unit);

@@ -102,9 +102,10 @@ TEST(Strategy, KeptUnitsAreTheFirstThatFit) {
   const auto kept = [&](int64_t bytes) {
     Config asked = Config::parse(
         concat(R"({"inference": true, "offload": {"params": "host", "keep_bytes": )", bytes, "}}"));
-    set_kept(asked, some);
+    ModelDesc one = some;
+    set_kept(asked, one);
     std::string units;
-    for (const UnitDesc& unit : some.units) units += unit.kept ? '1' : '0';
+    for (const UnitDesc& unit : one.units) units += unit.kept ? '1' : '0';
     return units;
   };
   EXPECT_EQ(kept(0), "000");

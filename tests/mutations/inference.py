@@ -149,8 +149,8 @@ INFERENCE = [
     Mutation(
         "kept units have the values from before a load",
         "src/engine/step/driver.cpp",
-        "    if (replaces && kept_[unit] && held_[unit] == 0) executor_",
-        "    if (false) executor_",
+        "    if (replaces && kept_[unit] && held_[unit] == 0)\n",
+        "    if (false)\n",
         Pytest((KEPT, "-k", "have_the_new_values and load")),
     ),
     Mutation(

@@ -162,12 +162,12 @@ MUTATIONS = [
     Mutation(
         "skipped cast: a pass copies the bytes",
         WALK,
-        "    device::take(stops_[t][index], after, from,",
+        "    device::recode(stops_[t][index], after, from,",
         "    if (before != after && !adds_here(travel, index)) {\n"
         "      device::copy(stops_[t][index], from, numel * dtype_bytes(after));\n"
         "      continue;\n"
         "    }\n"
-        "    device::take(stops_[t][index], after, from,",
+        "    device::recode(stops_[t][index], after, from,",
     ),
     Mutation(
         "widened sum: read in the dtype that it ends in",

@@ -400,9 +400,9 @@ def test_inference_has_no_gradients_and_quantized_parameters_are_small(capsys):
 
     rest, device = host()
     matrices = 4 * 12 * 256 * 256  # of the blocks
-    others = 512 * 256 * 2 + 64 * 256  # embeddings and head, and few vectors
+    others = 512 * 256 + 64 * 256  # embeddings, with the head, and few vectors
     assert rest == pytest.approx(2 * (matrices + others), rel=0.02)
-    assert device < rest  # parameters in use, and nothing for a backward
+    assert device <= rest  # parameters in use, and nothing for a backward
     # A block's values are decoded when they are compared.
     quantized = matrices * 0.5625 + 2 * others
     assert quantized < host(quantize={"dtype": "int4"})[0] < quantized + matrices

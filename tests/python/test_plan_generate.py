@@ -86,7 +86,8 @@ def test_only_matrices_of_blocks_are_quantized(dtype, code, capsys):
     rest = int(4 * MATRICES * code) + 2 * (NUMEL - 4 * MATRICES)
     block = int(MATRICES * code) + 2 * (BLOCK - MATRICES)
     host, disk = modes["host", dtype], modes["disk", dtype]
-    assert host["reads"] == {"device_host": rest} and host["memory"]["host"] == rest
+    assert host["reads"] == {"device_host": rest}
+    assert host["memory"]["host"] == rest + 2 * MATRICES  # a block is decoded to be compared
     assert disk["reads"]["host_disk"] == rest and disk["memory"]["disk"] == rest
     assert host["memory"]["device"] == modes["host", "bf16"]["memory"]["device"]
     assert host["step_s"] == pytest.approx((rest + block) / 1e6)
@@ -99,7 +100,7 @@ def test_ranks_read_shards_and_gather_them(capsys):
     rest = int(4 * MATRICES * 0.5625) + 2 * (NUMEL - 4 * MATRICES)
     # Values are decoded before they are gathered.
     assert host["reads"] == {"device_host": rest // 2, "local": WEIGHTS // 2}
-    assert host["memory"]["host"] == rest // 2
+    assert host["memory"]["host"] == rest // 2 + MATRICES
     assert host["longest"] == "local link"
     assert host["step_s"] == pytest.approx((WEIGHTS + 2 * BLOCK) / 2 / 2e5)
     both = 2 * 2 * 4 / (host["prefill_s"] + 3 * host["step_s"])  # tokens of both ranks
@@ -181,7 +182,7 @@ def test_a_hugging_face_config(capsys, tmp_path):
     # Queries, outputs; keys, values; three of the MLP. Norms and embeddings stay in bf16.
     matrices = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     rest = int(matrices * 0.5625) + 2 * (report["params"] - matrices)
-    assert modes["host", "int4"]["memory"]["host"] == rest
+    assert modes["host", "int4"]["memory"]["host"] == rest + 2 * matrices // 4
 
 
 def test_an_unknown_cache_is_not_counted(capsys):
@@ -346,8 +347,9 @@ def test_bytes_are_those_of_the_engine(name, dtype, capsys, tmp_path):
             continue
         peak = engine["zero3", tier]
         assert one["memory"]["disk"] == pytest.approx(peak["disk"], rel=0.01)
+        most = 1.5 if dtype == "none" else 1.8
         for memory in ("device", "host"):  # never less, but for padding
-            assert 0.98 * peak[memory] <= one["memory"][memory] <= 1.5 * peak[memory], memory
+            assert 0.98 * peak[memory] <= one["memory"][memory] <= most * peak[memory], memory
 
 
 WRONG = {

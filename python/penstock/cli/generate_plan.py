@@ -173,8 +173,16 @@ def _memory(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> dic
     device = kept + window.root + window.others
     rest = math.ceil(question.at_rest(question.units, mode.dtype) / question.world)
     if mode.tier == "host":
-        return {"device": device, "host": rest, "disk": 0}
+        return {"device": device, "host": rest + _decoded(question, mode), "disk": 0}
     return {"device": device, "host": _staging(question, mode, streamed), "disk": rest}
+
+
+def _decoded(question: Question, mode: Mode) -> int:
+    """Returns the bytes of a quantized unit that is decoded to be compared with its use."""
+    if mode.dtype not in CODE_BYTES:
+        return 0
+    largest = max(unit.matrices for unit in question.units)
+    return math.ceil(largest * VALUE_BYTES[question.precision] / question.world)
 
 
 def _staging(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> int:
@@ -186,14 +194,13 @@ def _staging(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> in
     window, others = _window(question, streamed), _without_root(question, streamed)
     read = window.root + question.at_rest(others, mode.dtype) * window.share
     staged = math.ceil(read / question.world)
-    quantized = mode.dtype in CODE_BYTES
+    decoded = _decoded(question, mode)
 
     def compared(units: Sequence[UnitSize]) -> int:
         rest = max((question.at_rest([unit], mode.dtype) for unit in units), default=0)
-        whole = max((question.whole([unit]) for unit in units), default=0)
-        return math.ceil(rest / question.world) + (whole if quantized else 0)
+        return math.ceil(rest / question.world) + decoded
 
-    return max(staged + (compared(others) if quantized else 0), compared(question.units))
+    return max(staged + (compared(others) if decoded else 0), compared(question.units))
 
 
 def _reads(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> dict[str, int]:

@@ -35,6 +35,11 @@ class LayerCursor {
   std::map<std::pair<int, std::string>, size_t> next_;
 };
 
+// Returns whether the source of a route from disk has memory beside the copy that it becomes.
+bool is_staged(const Route& way, const ModelDesc& model) {
+  return way.from.tier == Tier::kDisk && (model.on_accelerator || !way.only_reads());
+}
+
 // Simulates the plan of one rank. [Note: Copies] explains which copies exist, and [Note: Fusions]
 // which buffers exist between passes.
 class Simulation : StateBytes {
@@ -51,8 +56,19 @@ class Simulation : StateBytes {
       meter_.add(held(Role::kOptim, unit, cell(Role::kOptim, Phase::kRest)));
       if (table_.keeps_base()) meter_.add(held_base(unit));
     }
+    const Placement& whole = cell(Role::kParam, Phase::kForward);
     for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
-      if (model.units[unit].kept && !table_.rests_whole()) bring_kept(unit);
+      if (!model.units[unit].kept || table_.rests_whole()) continue;
+      // The unit stays whole. Its move needs more memory for a moment.
+      const Route way = route_of(params_[unit], params_[unit].way_to(whole, table_.wires.param));
+      std::vector<Held> moving = {
+          {Tier::kDevice, Use::kBuffers, buffer_bytes(way, Role::kParam, {unit})}};
+      if (is_staged(way, model)) {
+        moving.push_back({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.from)});
+      }
+      meter_.add(held(Role::kParam, unit, whole));
+      for (const Held& one : moving) meter_.add(one);
+      free_all(moving);
     }
     if (!table_.keeps_residual() || mesh_.data() == 1) return;  // nothing is exchanged
     std::vector<Held> residuals;
@@ -93,24 +109,6 @@ class Simulation : StateBytes {
       for (const auto& [phase, links] : ledger_.sent)
         for (const auto& [link, bytes] : links) line[link] += bytes;
     }
-  }
-
-  // Adds a unit that stays whole. Its move needs more memory for a moment.
-  void bring_kept(int unit) {
-    const Placement& whole = cell(Role::kParam, Phase::kForward);
-    const Route way = route_of(params_[unit], params_[unit].way_to(whole, table_.wires.param));
-    meter_.add(held(Role::kParam, unit, whole));
-    std::vector<Held> moving = {
-        {Tier::kDevice, Use::kBuffers, buffer_bytes(way, Role::kParam, {unit})}};
-    if (is_staged(way))
-      moving.push_back({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.from)});
-    for (const Held& one : moving) meter_.add(one);
-    free_all(moving);
-  }
-
-  // Returns whether the source of a route from disk has memory beside the copy that it becomes.
-  bool is_staged(const Route& way) const {
-    return way.from.tier == Tier::kDisk && (model_.on_accelerator || !way.only_reads());
   }
 
   // Returns whether all units are as at the beginning of a step.
@@ -365,7 +363,7 @@ class Simulation : StateBytes {
     send(moves, Role::kParam, unit, way.from,
          way.to.sharded() ? phase_ : phase_of_use(plan, index, unit));
     if (way.from.tier == Tier::kDisk) end_writes_of(unit);
-    if (is_staged(way)) {
+    if (is_staged(way, model_)) {
       const Held staging{Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.from)};
       meter_.add(staging);
       staged_[unit].push_back(staging);

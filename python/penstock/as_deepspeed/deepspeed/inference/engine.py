@@ -216,7 +216,7 @@ def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"[deepspeed::init_inference] 'quant' is {section!r}; its keys are "
             f"{', '.join(_QUANT)}, and 'quant.weight' may have {', '.join(_QUANT_WEIGHT)}, "
-            f"with q_type \"symmetric\""
+            f'with q_type "symmetric"'
         )
     bits = 8 if _name_of(config.get("dtype")) == "int8" else None
     if section.get("enabled", True) and weight.get("enabled", True):
