@@ -141,6 +141,12 @@ def test_computes_with_what_rests(table, dtype, pools, tmp_path):
 # ---- edits, loads and saves
 
 
+def exact_again(engine: Any, plain: nn.Module) -> bool:
+    """Whether a forward computes with the values of state_dict()."""
+    plain.load_state_dict(engine.state_dict(rank0_only=False))
+    return torch.equal(rest.text(engine.module), rest.text(plain))
+
+
 def edits(folder: str, dtype: str) -> dict[str, Any]:
     import penstock  # noqa: PLC0415
 
@@ -197,8 +203,7 @@ def loads(folder: str) -> dict[str, Any]:
     engine.load(folder, "weights")
     state = engine.state_dict(rank0_only=False)
     told = {"path": bool(path), "wrong": errors(state, plain.state_dict(), "int8")}
-    plain.load_state_dict(state)
-    told["same"] = torch.equal(rest.text(engine.module), rest.text(plain))
+    told["same"] = exact_again(engine, plain)
     engine.close()
     return told
 
@@ -213,8 +218,7 @@ def from_files(folder: str) -> dict[str, Any]:
     engine = start(folder, rest.from_files(folder), "int8")
     state = engine.state_dict(rank0_only=False)
     told = {"wrong": errors(state, plain.state_dict(), "int8"), "units": rest.in_files(engine)}
-    plain.load_state_dict(state)
-    told["same"] = torch.equal(rest.text(engine.module), rest.text(plain))
+    told["same"] = exact_again(engine, plain)
     engine.close()
     return told
 
@@ -222,12 +226,6 @@ def from_files(folder: str) -> dict[str, Any]:
 def test_what_is_not_quantized_stays_in_the_files(pools, tmp_path):
     for told in pools(2).run(from_files, str(tmp_path)):
         assert told["wrong"] == [] and told["same"] and told["units"] >= 6, told
-
-
-def exact_again(engine: Any, plain: nn.Module) -> bool:
-    """Whether a forward computes with the values of state_dict()."""
-    plain.load_state_dict(engine.state_dict(rank0_only=False))
-    return torch.equal(rest.text(engine.module), rest.text(plain))
 
 
 def edits_of_whole_units(folder: str, keep: int) -> dict[str, Any]:

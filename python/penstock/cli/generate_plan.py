@@ -142,8 +142,8 @@ def _streamed(question: Question, keep_bytes: int) -> list[UnitSize]:
 class _Window:
     """The parameters that are whole at one time during a forward, in bytes, apart from kept units.
 
-    The root is whole from begin to end. Of the other units, the largest computes while others are
-    read ahead: at least one, as on an accelerator.
+    The root is whole during the whole forward. Besides the root, the largest unit is whole while it
+    computes, and so are the units that are read ahead: at least one, as on an accelerator.
     """
 
     root: int

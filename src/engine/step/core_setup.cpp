@@ -272,7 +272,7 @@ std::vector<bool> kept_units(const ModelDesc& model) {
   return kept;
 }
 
-// See OutsideEdits.
+// Returns whether a unit stays whole and no context lets users write to it.
 std::function<bool(int)> stays_whole(const ModelDesc& model, const engine::Driver& driver) {
   return [&](int unit) { return model.units[unit].kept && driver.held(unit) == 0; };
 }
