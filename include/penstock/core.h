@@ -144,6 +144,7 @@ class PENSTOCK_API Core {
   friend class SequenceRanks;
   friend class TensorRanks;
   friend class Tiles;
+  friend class TokenCaches;
   friend class Values;
   struct State;
   // Shared with views and autograd hooks, which may outlive the core.

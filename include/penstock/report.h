@@ -19,6 +19,9 @@ struct LedgerEntry {
   int64_t device = 0, host = 0;  // the peaks of `total`, by tier
   int64_t memory = 0;            // peak of device and host together; budgets on the CPU limit it
   int64_t act = 0;  // measured only: inputs of recomputed units in host memory; not in `total`
+  // Measured only: cached tokens that move (offload.cache). In host memory, with the tensors in
+  // which they are assembled if that is where the model computes; not in `total`.
+  int64_t cache = 0;
   // Peak bytes of the tensors with which the model computes on the device: what a forward keeps for
   // its backward, gradients between layers, logits, messages. Known after the second applied step,
   // as of that step. 0 before, if a rank has several stages, and if another engine of the process

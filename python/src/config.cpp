@@ -55,6 +55,7 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("path", &OffloadConfig::path)
       .def_readonly("window_bytes", &OffloadConfig::window_bytes)
       .def_readonly("keep_bytes", &OffloadConfig::keep_bytes)
+      .def_readonly("cache", &OffloadConfig::cache)
       .def_readonly("late_update", &OffloadConfig::late_update)
       .def_readonly("checksums", &OffloadConfig::checksums)
       .def_readonly("timeout_s", &OffloadConfig::timeout_s);
@@ -63,7 +64,8 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("host_bytes", &MemoryConfig::host_bytes);
   py::class_<QuantizeConfig>(module, "QuantizeConfig")
       .def_readonly("dtype", &QuantizeConfig::dtype)
-      .def_readonly("params", &QuantizeConfig::params);
+      .def_readonly("params", &QuantizeConfig::params)
+      .def_readonly("cache", &QuantizeConfig::cache);
   py::class_<ActivationsConfig>(module, "ActivationsConfig")
       .def_readonly("checkpoint", &ActivationsConfig::checkpoint);
   py::class_<CheckpointConfig>(module, "CheckpointConfig")

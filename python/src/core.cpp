@@ -11,6 +11,7 @@
 #include "python/src/module.h"
 #include "src/engine/model/blueprint.h"
 #include "src/engine/model/values.h"
+#include "src/engine/step/token_caches.h"
 
 namespace py = pybind11;
 
@@ -72,6 +73,28 @@ bool step(Core& core, const std::vector<OptimizerConfig>& groups, const py::obje
   return core.step(groups, call, options);
 }
 
+void bind_token_caches(py::module_& module) {
+  using activations::LayerCache;
+  py::class_<LayerCache, std::shared_ptr<LayerCache>>(module, "LayerCache")
+      .def_property_readonly("tokens", &LayerCache::tokens)
+      .def_property_readonly("batch", &LayerCache::batch)
+      .def("select", &LayerCache::select, NoGil())
+      .def("remove_last", &LayerCache::remove_last, NoGil())
+      .def("keep_past", &LayerCache::keep_past)
+      .def("clear", &LayerCache::clear);
+  py::class_<TokenCaches>(module, "TokenCaches")
+      .def_property_readonly("moves", &TokenCaches::moves)
+      .def("make", &TokenCaches::make)
+      .def(
+          "add",
+          [](TokenCaches& self, const std::shared_ptr<LayerCache>& cache, at::Tensor keys,
+             at::Tensor values) {
+            LayerCache::Pair all = self.add(cache, {std::move(keys), std::move(values)});
+            return std::pair(std::move(all.keys), std::move(all.values));
+          },
+          NoGil());
+}
+
 void bind_recomputation(py::module_& module) {
   py::class_<Recomputation>(module, "Recomputation")
       .def("begin", &Recomputation::begin, NoGil())
@@ -88,6 +111,7 @@ void bind_recomputation(py::module_& module) {
 void bind_core(py::module_& module) {
   bind_tree(module);
   bind_recomputation(module);
+  bind_token_caches(module);
   py::class_<Calls>(module, "Calls")
       .def("enter", &Calls::enter, NoGil())
       .def("leave", &Calls::leave, NoGil())
@@ -133,6 +157,7 @@ void bind_core(py::module_& module) {
       .def("set_plan_text", &Core::set_plan_text)
       .def_property_readonly("calls", [](const Core& core) { return Calls(core); })
       .def_property_readonly("recomputation", [](Core& core) { return Recomputation(core); })
+      .def_property_readonly("token_caches", [](const Core& core) { return TokenCaches(core); })
       .def_property_readonly("report", [](const Core& core) { return Report(core); })
       .def_property_readonly("metrics", [](const Core& core) { return Metrics(core); })
       .def_property_readonly("values", [](Core& core) { return Values(core); })

@@ -23,6 +23,7 @@ py::dict dict_of(const LedgerEntry& entry) {
   dict["host"] = entry.host;
   dict["memory"] = entry.memory;
   dict["act"] = entry.act;
+  dict["cache"] = entry.cache;
   dict["activations"] = entry.activations;
   dict["step_device"] = entry.step_device;
   dict["step_memory"] = entry.step_memory;

@@ -3,8 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <optional>
@@ -12,7 +10,6 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
-#include "src/device/stream_event.h"
 
 namespace penstock::activations {
 
@@ -78,45 +75,15 @@ void check_unchanged(const at::Tensor& tensor, int64_t version, const std::strin
 
 }  // namespace
 
-struct Activations::Store {
-  explicit Store(const device::Device& computes)
-      : device(computes),
-        stream(computes.is_host() ? std::nullopt : std::optional(computes.side_stream())),
-        pool(computes.is_host() ? mem::MemoryKind::kHost : mem::MemoryKind::kPinned, device) {}
-
-  // Copies on the stream of activations, after the work that this thread has queued. The event
-  // marks the end of the copy.
-  device::StreamEvent copy(const at::Tensor& to, const at::Tensor& from) const {
-    const device::StreamEvent before(device.current());
-    const c10::StreamGuard guard(*stream);
-    before.block(*stream);
-    to.copy_(from, /*non_blocking=*/true);
-    device.used_on((to.is_cpu() ? from : to).storage().data_ptr(), *stream);
-    return device::StreamEvent(*stream);
-  }
-
-  const device::Device device;
-  const std::optional<c10::Stream> stream;
-  mem::Pool pool;
-  mem::Arena arena{pool};
-  // Shared with the entries on disk; the file is closed when the last owner ends.
-  std::shared_ptr<mem::Extents> extents;
-};
-
 struct Activations::SavedTensor {
-  SavedTensor(std::shared_ptr<Store> kept, const at::Tensor& tensor, View lies)
-      : store(std::move(kept)),
-        source(tensor.tensor_data()),  // shares the version counter, not the graph
+  SavedTensor(const at::Tensor& tensor, View lies)
+      : source(tensor.tensor_data()),  // shares the version counter, not the graph
         version(tensor._version()),
         begin(tensor.const_data_ptr()),
         dtype(tensor.scalar_type()),
         view(std::move(lies)),
         numel(view.dense ? view.span : tensor.numel()),
-        bytes(numel * tensor.element_size()),
         origin(tensor.storage().getWeakStorageImpl()) {}
-  ~SavedTensor() { let_go(); }
-  SavedTensor(const SavedTensor&) = delete;
-  SavedTensor& operator=(const SavedTensor&) = delete;
 
   // Returns whether `tensor`, which has the same storage, is part of this entry.
   bool holds(const at::Tensor& tensor, const View& other) const {
@@ -132,44 +99,10 @@ struct Activations::SavedTensor {
     return (at - static_cast<const char*>(begin)) / tensor.element_size();
   }
 
-  void put_away(Tier tier) {
+  void put_away(std::shared_ptr<Shelf> shelf) {
     const at::NoGradGuard no_grad;
-    if (tier == Tier::kDisk) {
-      extents = store->extents;
-      offset = extents->take(bytes);
-    }
-    memory = store->arena.take(bytes, mem::Account::kAct);
-    if (store->stream) {
-      copied.emplace(store->copy(content(), content_of(source, view)));
-    } else {
-      content().copy_(content_of(source, view));
-      write();
-    }
+    parked.emplace(std::move(shelf), content_of(source, view));
     source.reset();
-  }
-
-  void write() {
-    if (offset >= 0) moving = extents->disk().write(offset, memory.data().host(), bytes);
-  }
-
-  // Waits until the values are in host memory, then starts the write to the disk.
-  void leave() {
-    if (!copied) return;
-    copied->synchronize();
-    copied.reset();
-    write();
-  }
-
-  void bring() {
-    wanted = true;
-    if (store->stream && offset < 0 && !back.defined()) {  // in host memory or being copied there
-      const at::NoGradGuard no_grad;
-      back = at::empty({numel}, view.options.dtype(dtype));
-      came.emplace(store->copy(back, content()));
-    }
-    if (memory || offset < 0) return;
-    memory = store->arena.take(bytes, mem::Account::kAct);
-    moving = extents->disk().read(offset, memory.data().host(), bytes);
   }
 
   // Returns the view that begins `after` elements into this entry.
@@ -179,19 +112,13 @@ struct Activations::SavedTensor {
       check_unchanged(source, version, "an input of a recomputed unit");
       return part(content_of(source, view), as, after);
     }
-    if (closed) {
+    if (!parked) {
       throw RuntimeFault(
           "[activations::save] close() has freed the saved inputs that this backward needs. Run "
           "the backward before close()");
     }
-    bring();
-    arrive();
-    if (came) came->block(store->device.current());
-    at::Tensor tensor = part(back.defined() ? back : content(), as, after);
-    wanted = false;
-    back.reset();
-    came.reset();
-    if (offset >= 0) memory.reset();
+    at::Tensor tensor = part(parked->values(), as, after);
+    parked->release();
     return tensor;
   }
 
@@ -202,68 +129,26 @@ struct Activations::SavedTensor {
     return rebuild(content_of(tensor, as), as);
   }
 
-  // Waits until the disk transfer in flight has ended.
-  void arrive() {
-    if (offset < 0) return;
-    leave();
-    extents->disk().wait(moving);
-    moving = {};
-  }
-
   void let_go() {
-    try {
-      arrive();
-    } catch (const std::exception&) {
-      // The error can be ignored, because nothing needs the bytes any more. Whether the transfer
-      // has ended is checked below: if the device failed, every wait throws.
-    }
     source.reset();
-    back.reset();
-    // The stream must wait for the copies before the memory is given back.
-    if (copied) copied->block(store->device.current());
-    if (came) came->block(store->device.current());
-    if (offset >= 0 && !extents->disk().done(moving)) {
-      // The system may still write to this memory or to this part of the file, so neither is
-      // reused.
-      if (memory) store->arena.keep(memory.data().data);
-      offset = -1;
-    }
-    memory.reset();
-    if (offset >= 0) extents->give_back(std::exchange(offset, -1), bytes);
-    extents.reset();
+    parked.reset();
   }
 
-  at::Tensor content() const {
-    return at::from_blob(memory.data().host(), {numel}, at::TensorOptions(dtype));
-  }
-
-  const std::shared_ptr<Store> store;
   at::Tensor source;  // the original, until put_away()
   const int64_t version;
   const void* const begin;
   const at::ScalarType dtype;
   const View view;
-  const int64_t numel, bytes;  // of the kept values
+  const int64_t numel;  // number of kept values
   // While this reference exists, no other storage can get the same address.
   const c10::weak_intrusive_ptr<c10::StorageImpl> origin;
-  mem::Lease memory;  // holds the values at rest; for values on disk, only while they are loaded
-  std::shared_ptr<mem::Extents> extents;
-  int64_t offset = -1;  // in the swap file; -1: not on disk
-  mem::DiskTicket moving;
-  std::optional<device::StreamEvent> copied;  // end of the copy to the host
-  at::Tensor back;                            // values on the device, or being copied there
-  // End of the copy to the device.
-  std::optional<device::StreamEvent> came;
-  bool wanted = false;  // bring() was called, fetch() not yet
-  bool closed = false;
+  std::optional<Parked> parked;  // from put_away() to close()
 };
 
 Activations::Activations(Tier hold, const device::Device& device)
-    : hold_(hold), store_(std::make_shared<Store>(device)) {}
+    : hold_(hold), shelf_(std::make_shared<Shelf>(hold, device)) {}
 
-void Activations::open_disk(const mem::DiskOptions& options) {
-  store_->extents = std::make_shared<mem::Extents>(options);
-}
+void Activations::open_disk(const mem::DiskOptions& options) { shelf_->open_disk(options); }
 
 void Activations::begin_forward() {
   seen_.clear();
@@ -295,7 +180,7 @@ std::function<at::Tensor()> Activations::save(int unit, const at::Tensor& input)
       };
     }
   }
-  auto entry = std::make_shared<SavedTensor>(store_, input, view);
+  auto entry = std::make_shared<SavedTensor>(input, view);
   seen.push_back(entry);
   pending_[unit].push_back(entry);
   return [entry = std::move(entry), view = std::move(view)] { return entry->fetch(view, 0); };
@@ -316,7 +201,7 @@ void Activations::put_away(int unit, const std::string& name) {
     const std::shared_ptr<SavedTensor> entry = one.lock();
     if (!entry) continue;  // autograd's graph did not keep the tensor
     check_unchanged(entry->source, entry->version, concat("an input of ", name));
-    entry->put_away(hold_);
+    entry->put_away(shelf_);
     if (hold_ == Tier::kDisk) writing_.push_back(entry);
   }
 }
@@ -328,8 +213,8 @@ void Activations::bring(int unit) {
     bool alive = false;
     for (const std::weak_ptr<SavedTensor>& one : *call) {
       const std::shared_ptr<SavedTensor> entry = one.lock();
-      if (!entry || entry->source.defined() || entry->closed) continue;
-      entry->bring();
+      if (!entry || !entry->parked) continue;
+      entry->parked->bring();
       alive = true;
     }
     if (alive) return;
@@ -341,14 +226,7 @@ void Activations::bring(int unit) {
 void Activations::settle() {
   for (const std::weak_ptr<SavedTensor>& one : std::exchange(writing_, {})) {
     const std::shared_ptr<SavedTensor> entry = one.lock();
-    if (!entry || entry->wanted) continue;
-    if (entry->copied) {
-      entry->leave();
-      writing_.push_back(entry);
-      continue;
-    }
-    entry->arrive();
-    entry->memory.reset();
+    if (entry && entry->parked && !entry->parked->settle()) writing_.push_back(entry);
   }
 }
 
@@ -356,9 +234,7 @@ void Activations::close() {
   const auto close_all = [](const Call& call) {
     for (const std::weak_ptr<SavedTensor>& one : call) {
       const std::shared_ptr<SavedTensor> entry = one.lock();
-      if (!entry) continue;
-      entry->let_go();
-      entry->closed = true;
+      if (entry) entry->let_go();
     }
   };
   for (const auto& [unit, call] : std::exchange(pending_, {})) close_all(call);
@@ -367,18 +243,7 @@ void Activations::close() {
   }
   writing_.clear();
   seen_.clear();
-  store_->arena.trim();
-  store_->extents.reset();
-}
-
-int64_t Activations::peak_bytes() const { return store_->arena.usage().total_peak; }
-
-int64_t Activations::disk_bytes() const {
-  return store_->extents ? store_->extents->disk().reserved() : 0;
-}
-
-int64_t Activations::live_bytes() const {
-  return store_->arena.usage().total_now + (store_->extents ? store_->extents->bytes_in_use() : 0);
+  shelf_->close();
 }
 
 }  // namespace penstock::activations

@@ -6,9 +6,9 @@
 // inputs leave the device. Autograd holds the function that save() returned. Each call of the
 // function returns the values (with retain_graph there may be several calls). The bytes are freed
 // with the graph. In between, the plan moves the inputs. The plan calls put_away() when the unit's
-// forward has ended, and bring() during the backward of the preceding unit. With a device, the
-// bytes travel on a separate stream, through pinned memory. If the plan did not expect a backward,
-// the function itself fetches the values; the only effect is that this backward takes longer.
+// forward has ended, and bring() during the backward of the preceding unit. If the plan did not
+// expect a backward, the function itself fetches the values; the only effect is that this backward
+// takes longer.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
@@ -19,10 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "src/device/device.h"
-#include "src/mem/arena.h"
-#include "src/mem/extents.h"
-#include "src/place/placement.h"
+#include "src/activations/shelf.h"
 
 namespace penstock::activations {
 
@@ -52,18 +49,15 @@ class Activations {
   // Frees all saved inputs, even those that a backward still needs.
   void close();
 
-  int64_t peak_bytes() const;  // bytes in memory
-  int64_t disk_bytes() const;
-  int64_t live_bytes() const;  // bytes in memory and on disk now
+  const Shelf& shelf() const { return *shelf_; }
 
  private:
-  struct Store;
   struct SavedTensor;
   using Call = std::vector<std::weak_ptr<SavedTensor>>;  // inputs saved by one forward of a unit
   void settle();
 
   const Tier hold_;
-  std::shared_ptr<Store> store_;  // shared with the entries, which may outlive the engine
+  std::shared_ptr<Shelf> shelf_;  // shared with the entries, which may outlive the engine
   std::unordered_map<int, Call> pending_;
   std::unordered_map<int, std::vector<Call>> calls_;
   Call writing_;

@@ -126,7 +126,7 @@ TEST_P(ActivationsTest, ValuesAndStridesComeBackWhateverTheViewIs) {
   for (size_t i = 0; i < std::size(tensors); ++i) {
     const at::Tensor before = tensors[i].clone();
     const Fetch fetch = put(static_cast<int>(i), tensors[i]);
-    EXPECT_EQ(acts_->live_bytes() > 0, tensors[i].nbytes() >= 4096) << i;
+    EXPECT_EQ(acts_->shelf().live_bytes() > 0, tensors[i].nbytes() >= 4096) << i;
     for (int again = 0; again < 2; ++again) {
       if (again == 1) acts_->bring(static_cast<int>(i));
       const at::Tensor back = fetch();
@@ -143,7 +143,7 @@ TEST_P(ActivationsTest, ValuesAndStridesComeBackWhateverTheViewIs) {
       }
     }
   }
-  EXPECT_EQ(acts_->live_bytes(), 0);
+  EXPECT_EQ(acts_->shelf().live_bytes(), 0);
 }
 
 TEST_P(ActivationsTest, NothingHoldsTheTensorItself) {
@@ -161,40 +161,40 @@ TEST_P(ActivationsTest, MemoryHoldsOneUnitOnItsWayToDisk) {
   const int64_t bytes = 1 << 20;
   for (int unit = 0; unit < 8; ++unit) fetches.push_back(put(unit, at::randn({bytes / 4})));
   const int64_t in_memory = GetParam() == Tier::kDisk ? 1 : 8;
-  EXPECT_EQ(acts_->peak_bytes(), in_memory * bytes);
-  EXPECT_EQ(acts_->disk_bytes(), GetParam() == Tier::kDisk ? 8 * bytes : 0);
+  EXPECT_EQ(acts_->shelf().peak_bytes(), in_memory * bytes);
+  EXPECT_EQ(acts_->shelf().disk_bytes(), GetParam() == Tier::kDisk ? 8 * bytes : 0);
   for (int unit = 8; unit-- > 0;) {
     acts_->bring(unit - 1);  // one unit ahead
     fetches[unit]();
     fetches.pop_back();
   }
-  EXPECT_EQ(acts_->peak_bytes(), std::max<int64_t>(2, in_memory) * bytes);
-  EXPECT_EQ(acts_->live_bytes(), 0);
+  EXPECT_EQ(acts_->shelf().peak_bytes(), std::max<int64_t>(2, in_memory) * bytes);
+  EXPECT_EQ(acts_->shelf().live_bytes(), 0);
   fetches.push_back(put(0, at::randn({bytes / 4})));
-  EXPECT_EQ(acts_->disk_bytes(), GetParam() == Tier::kDisk ? 8 * bytes : 0) << "grew again";
+  EXPECT_EQ(acts_->shelf().disk_bytes(), GetParam() == Tier::kDisk ? 8 * bytes : 0) << "grew again";
 }
 
 TEST_P(ActivationsTest, WhatUnitsShareIsKeptOnceInAForward) {
   at::Tensor mask = at::randn({4096});
   const Fetch a = put(1, mask), b = put(2, mask), c = put(3, mask.view({64, 64}));
   EXPECT_TRUE(at::equal(a(), mask));  // also frees the loaded copy
-  const int64_t once = acts_->live_bytes();
+  const int64_t once = acts_->shelf().live_bytes();
   EXPECT_EQ(once, 4096 * 4);
   const at::Tensor pieces[] = {mask.slice(0, 1000, 3000), mask.slice(0, 1, 4000, 2),
                                mask.view({64, 64}).t().slice(0, 3)};
   for (const at::Tensor& piece : pieces) {
     EXPECT_TRUE(at::equal(put(4, piece)(), piece));
-    EXPECT_EQ(acts_->live_bytes(), once);
+    EXPECT_EQ(acts_->shelf().live_bytes(), once);
   }
   const at::Tensor before = mask.clone();
   mask.mul_(2);
   const Fetch changed = put(5, mask);
   for (const Fetch& fetch : {a, b, c}) EXPECT_TRUE(at::equal(fetch().view(-1), before));
   EXPECT_TRUE(at::equal(changed(), mask));
-  const int64_t bytes = acts_->live_bytes();
+  const int64_t bytes = acts_->shelf().live_bytes();
   acts_->begin_forward();  // a buffer that is refilled for each forward may change here
   const Fetch later = put(1, mask);
-  EXPECT_GT(acts_->live_bytes(), bytes);
+  EXPECT_GT(acts_->shelf().live_bytes(), bytes);
 }
 
 TEST_P(ActivationsTest, AnotherTensorAtTheSameAddressIsAnother) {
@@ -231,7 +231,7 @@ TEST_P(ActivationsTest, InPlaceChangesAreRefusedUntilItIsPutAway) {
 TEST_P(ActivationsTest, ParametersStayWhereTheyAre) {
   const at::Tensor weight = at::randn({4096}).requires_grad_();
   const Fetch fetch = put(1, weight);
-  EXPECT_EQ(acts_->live_bytes(), 0);
+  EXPECT_EQ(acts_->shelf().live_bytes(), 0);
   EXPECT_TRUE(fetch().is_same(weight));
   const at::NoGradGuard no_grad;
   weight.add_(1);
@@ -254,10 +254,10 @@ TEST_P(ActivationsTest, MayBeLetGoOnAnyThreadAndAfterTheEngine) {
   Fetch lost = put(1, at::randn({1 << 20}));
   acts_->bring(1);
   std::thread([gone = std::exchange(lost, {})]() mutable { gone = {}; }).join();
-  EXPECT_EQ(acts_->live_bytes(), 0);
+  EXPECT_EQ(acts_->shelf().live_bytes(), 0);
   Fetch kept = put(2, at::randn({4096})), pending = acts_->save(3, at::randn({4096}));
   acts_->close();
-  EXPECT_EQ(acts_->live_bytes(), 0);
+  EXPECT_EQ(acts_->shelf().live_bytes(), 0);
   acts_.reset();
   EXPECT_THROW(kept(), RuntimeFault);
   EXPECT_THROW(pending(), RuntimeFault);

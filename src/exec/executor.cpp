@@ -37,6 +37,7 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       updates_(rank_, lanes_, gradients_),
       values_(rank_, lanes_, gradients_, updates_),
       activations_(rank_.cells.act_hold.tier, tiers.computes),
+      caches_(rank_.cells.cache.value_or(Placement()), tiers.computes),
       lanes_(rank_.table, tiers.computes, group.size() > 1 && !group.device_groups()) {
   lanes_.connected = rank_.connected;
   if (state_stays_on_host(rank_)) tiers.keep_here(mem::Account::kOptim);
@@ -128,6 +129,8 @@ void Executor::move(const PlannedStep& planned) {
       return updates_.move(planned);
     case Role::kAct:
       return move_act(planned);
+    case Role::kCache:
+      return move_cache(planned);
     case Role::kResidual:
       throw Bug("[exec::move] residuals have no moves of their own");
   }
@@ -142,6 +145,21 @@ void Executor::move_act(const PlannedStep& planned) {
       activations_.put_away(unit, rank_.units[unit].name);
     } else {
       activations_.bring(unit);
+    }
+  }
+}
+
+// A cache is cast on its way, so the first or the last move may be a cast.
+void Executor::move_cache(const PlannedStep& planned) {
+  const std::vector<Move>& moves = planned.step.moves;
+  const auto copy = std::find_if(moves.begin(), moves.end(),
+                                 [](const Move& move) { return move.kind == MoveKind::kCopy; });
+  PENSTOCK_ASSERT(copy != moves.end(), *planned.label.text);
+  for (const int unit : planned.step.units) {
+    if (copy->from == Tier::kDevice) {
+      caches_.put_away(unit);
+    } else {
+      caches_.bring(unit);
     }
   }
 }

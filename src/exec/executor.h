@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "src/activations/activations.h"
+#include "src/activations/layer_caches.h"
 #include "src/exec/gathered_values.h"
 #include "src/exec/gradients.h"
 #include "src/exec/params.h"
@@ -40,6 +41,7 @@ class Executor {
   Updates& updates() { return updates_; }
   GatheredValues& values() { return values_; }
   activations::Activations& activations() { return activations_; }
+  activations::LayerCaches& caches() { return caches_; }
 
   // Discards the accumulation window: its gradients, and the optimizer state that was read for its
   // update.
@@ -69,6 +71,7 @@ class Executor {
  private:
   void move(const PlannedStep& planned);
   void move_act(const PlannedStep& planned);
+  void move_cache(const PlannedStep& planned);
 
   int64_t exchanges_ = 0, exchanges_before_ = 0;
   Rank rank_;
@@ -77,6 +80,7 @@ class Executor {
   Updates updates_;
   GatheredValues values_;
   activations::Activations activations_;
+  activations::LayerCaches caches_;
   // The last member, so that the lanes end before the state that they use.
   Lanes lanes_;
 };

@@ -103,7 +103,7 @@ enum class CastTurn : uint8_t { kNever, kFirst, kBetween, kLast };
 CastTurn turn_of_cast(Dtype from, Dtype to, bool changes_layout) {
   if (from == to) return CastTurn::kNever;
   if (is_quantized(from)) return changes_layout ? CastTurn::kBetween : CastTurn::kLast;
-  if (is_quantized(to)) return CastTurn::kLast;
+  if (is_quantized(to)) return changes_layout ? CastTurn::kLast : CastTurn::kFirst;
   return dtype_bytes(to) > dtype_bytes(from) ? CastTurn::kLast : CastTurn::kFirst;
 }
 

@@ -102,14 +102,22 @@ Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
   return norm != steps.begin() && (norm - 1)->op == Op::kNorm ? norm - 1 : at;
 }
 
-Position before_the_backward_above(std::vector<Step>& steps, const Step& move) {
+// Returns whether the move brings saved inputs to a backward, or cached tokens to a forward.
+bool brings_activations(const Step& step) {
+  return (is_move(step, Role::kAct) || is_move(step, Role::kCache)) &&
+         step.moves.front().kind == MoveKind::kCopy && step.moves.front().from != Tier::kDevice;
+}
+
+// A move that brings activations starts before the preceding unit computes.
+Position before_the_unit_above(std::vector<Step>& steps, const Step& move) {
+  const Op pass = move.role == Role::kAct ? Op::kBackward : Op::kForward;
   auto at = steps.end();
   while (at != steps.begin()) {
     const Step& above = *(at - 1);
-    const bool same = is_move(above, Role::kAct) && shares_unit(above, move);
-    if (is_wall(above) || above.op == Op::kForward || same) break;
+    const bool same = is_move(above, move.role) && shares_unit(above, move);
+    if (is_wall(above) || (above.is_compute() && above.op != pass) || same) break;
     --at;
-    if (above.op == Op::kBackward) break;
+    if (above.op == pass) break;
   }
   return at;
 }
@@ -139,9 +147,8 @@ Plan read_ahead(const Plan& plan) {
     auto at = steps.end();
     if (is_read(step)) {
       at = before_the_update_above(steps, step);
-    } else if (is_move(step, Role::kAct) && step.moves.front().kind == MoveKind::kCopy &&
-               step.moves.front().from != Tier::kDevice) {
-      at = before_the_backward_above(steps, step);
+    } else if (brings_activations(step)) {
+      at = before_the_unit_above(steps, step);
     }
     steps.insert(at, step);
   }

@@ -140,6 +140,13 @@ TEST(ReadAheadTest, ReadsStartOneUnitEarly) {
        "move u1 act copy(host,device)\nmove u0 act copy(host,device)\nbackward u1\n"
        "move u1 grad reduce_scatter(data)\ndrop u1 param\nmove u0 param all_gather(data)\n"
        "backward u0\n"},
+      {"cached tokens", 0,
+       "forward u1\nmove u1 cache copy(device,host)\nmove u2 cache copy(host,device)\n"
+       "forward u2\nmove u2 cache copy(device,host)\nmove u1 cache copy(host,device)\n"
+       "forward u1\nforward u3\n",
+       "move u2 cache copy(host,device)\nforward u1\nmove u1 cache copy(device,host)\n"
+       "move u1 cache copy(host,device)\nforward u2\nmove u2 cache copy(device,host)\n"
+       "forward u1\nforward u3\n"},
       {"not sums over tensor ranks", 0, "backward u1\nmove u1 act all_reduce(tensor)\n",
        "backward u1\nmove u1 act all_reduce(tensor)\n"},
   };

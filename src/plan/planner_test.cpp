@@ -31,6 +31,27 @@ struct SectionCase {
 constexpr TableOptions kBf16{.precision = Dtype::kBf16};
 constexpr TableOptions kSums{.precision = Dtype::kBf16, .accumulate = true};
 
+TEST(PlannerTest, CachedTokensOfBlocksMoveInForwardsWithoutABackward) {
+  const ModelDesc model = blocks(2);
+  const std::string rows[][2] = {
+      {"SS@host:bf16",
+       "forward u0\nmove u1 cache copy(host,device)\nforward u1\n"
+       "move u1 cache copy(device,host)\n"},
+      {"SS@disk:int8/128",
+       "forward u0\nmove u1 cache copy(disk,host); copy(host,device); cast(bf16)\n"
+       "forward u1\nmove u1 cache cast(int8/128); copy(device,host); copy(host,disk)\n"},
+  };
+  for (const auto& [rest, text] : rows) {
+    Table table = preset("zero1", kBf16);
+    const std::string without = plan_section(table, model, kTwoRanks, Section::kForward).text();
+    table.set(Role::kCache, Phase::kRest, Placement::parse(rest));
+    EXPECT_EQ(plan_section(table, model, kTwoRanks, Section::kEval).text(), text);
+    EXPECT_EQ(plan_section(table, model, kTwoRanks, Section::kForward).text(), without);
+    EXPECT_EQ(Table::parse(table.text()), table);
+    EXPECT_FALSE(table.uses_disk());
+  }
+}
+
 TEST(PlannerTest, SectionsOfOneUnit) {
   const SectionCase cases[] = {
       {"zero3", kBf16, Section::kForward,

@@ -28,10 +28,11 @@ inline bool is_transfer(const Step& step) {
   return step.op == Op::kSend || step.op == Op::kReceive;
 }
 
-// Returns whether the parameter move `move` must stay below the step `above`. Activation moves and
-// transfers do not touch parameters.
+// Returns whether the parameter move `move` must stay below the step `above`. Moves of activations
+// and caches and transfers do not touch parameters.
 inline bool in_order(const Step& above, const Step& move) {
-  return shares_unit(above, move) && !is_move(above, Role::kAct) && !is_transfer(above);
+  return shares_unit(above, move) && !is_move(above, Role::kAct) && !is_move(above, Role::kCache) &&
+         !is_transfer(above);
 }
 
 // Returns whether the step moves parameters to where they are used. Other parameter moves (to

@@ -77,6 +77,15 @@ void StepWriter::exchange(int unit, const std::vector<LayerExchange>& exchanges)
   }
 }
 
+// [Note: Caches] In forwards without a backward, attention layers cache the keys and values of
+// earlier tokens. A cell cache.rest moves them to another tier while their block does not compute.
+// Their sizes are known only at run time. A forward without cached tokens runs these lines, too,
+// and moves nothing.
+void StepWriter::move_cache(int unit, const Placement& from, const Placement& to) {
+  const bool caches = model_.units[unit].block && (unit > 0 || num_units() == 1);
+  if (table_.moves_caches() && caches) move(unit, Role::kCache, from, to);
+}
+
 void StepWriter::move_inputs(int unit, Phase from, Phase to) {
   if (model_.units[unit].recomputed)
     move(unit, Role::kAct, cell(Role::kAct, from), cell(Role::kAct, to));
@@ -105,14 +114,19 @@ void StepWriter::sum_addends(int unit) {
 }
 
 void StepWriter::forward(const std::vector<Visit>& order, bool trains, Phase after) {
+  const bool caches = !trains;
+  const Placement& cached = cell(Role::kCache, Phase::kRest);
+  const Placement& computes = cell(Role::kAct, Phase::kForward);
   const std::vector<size_t> last_visit = last_visits(order, model_.units.size());
   for (size_t i = 0; i < order.size(); ++i) {
     const auto& [unit, mark, stage] = order[i];
     settle_param(unit, Phase::kForward);
+    if (caches && mark != Mark::kEnd) move_cache(unit, cached, computes);
     put({.op = Op::kForward, .units = {unit}, .mark = mark, .micro = micro_});
     if (mark == Mark::kBegin && i != last_visit[unit]) continue;
     exchange(unit, model_.units[unit].in_forward);
     if (trains) move_inputs(unit, Phase::kForward, Phase::kHold);
+    if (caches) move_cache(unit, computes, cached);
     settle_param(unit, after);
   }
 }

@@ -43,6 +43,9 @@ class StepWriter {
   int micro_ = kNoMicro;  // micro-batch of computations and of activation moves
 
  private:
+  // Moves the keys and values of the tokens that a block has cached. Writes nothing if they stay
+  // where it computes.
+  void move_cache(int unit, const Placement& from, const Placement& to);
   // Moves the inputs from which a recomputed unit's backward starts.
   void move_inputs(int unit, Phase from, Phase to);
   // Writes the moves of a gradient after a backward. A gradient that is held in place is

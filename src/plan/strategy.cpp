@@ -121,6 +121,19 @@ void set_residual(const Codec& codec, const Mesh& mesh, Table& table) {
   table.set(Role::kResidual, Phase::kRest, Placement::parse(concat(layout, "@", codec.residual)));
 }
 
+Dtype quantized_dtype(const std::string& name) {
+  return name == "int8" ? Dtype::kInt8 : Dtype::kInt4;
+}
+
+// Each rank caches the tokens of its own samples.
+void set_cache(const Config& config, Table& table) {
+  if (config.offload.cache == "none") return;
+  Placement rest = table.at(Role::kAct, Phase::kForward);
+  rest.tier = parse_tier(config.offload.cache);
+  if (config.quantize.cache != "none") rest.dtype = quantized_dtype(config.quantize.cache);
+  table.set(Role::kCache, Phase::kRest, rest);
+}
+
 // Parameters that are held as they rest are quantized there, too.
 void set_quantized(const Config& config, Table& table) {
   const Placement rest = table.at(Role::kParam, Phase::kRest);
@@ -137,7 +150,7 @@ void set_quantized(const Config& config, Table& table) {
   }
   if (config.quantize.dtype == "none") return;
   Placement quantized = rest;
-  quantized.dtype = config.quantize.dtype == "int8" ? Dtype::kInt8 : Dtype::kInt4;
+  quantized.dtype = quantized_dtype(config.quantize.dtype);
   for (const Phase phase : {Phase::kRest, Phase::kHold}) {
     if (table.at(Role::kParam, phase) == rest) table.set(Role::kParam, phase, quantized);
   }
@@ -178,6 +191,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
     }
   }
   set_quantized(config, table);
+  set_cache(config, table);
   if (codec != nullptr && !gives_deltas(config)) set_deltas(*codec, mesh_of(config), table);
   if (codec != nullptr) set_residual(*codec, mesh_of(config), table);
   set_base(mesh_of(config), table);

@@ -22,6 +22,7 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
       {Role::kOptim, {Phase::kRest, Phase::kUpdate}},
       {Role::kAct, {Phase::kForward, Phase::kHold, Phase::kBackward}},
       {Role::kResidual, {Phase::kRest}},
+      {Role::kCache, {Phase::kRest}},
   };
   return kUsed;
 }
@@ -33,14 +34,15 @@ Rounding usual_rounding(const std::string& wires) {
 }
 
 bool is_optional(Role role, Phase phase) {
-  return role == Role::kResidual || (role == Role::kParam && phase == Phase::kUpdate);
+  return role == Role::kResidual || role == Role::kCache ||
+         (role == Role::kParam && phase == Phase::kUpdate);
 }
 
 }  // namespace
 
 const char* role_name(Role role) {
-  static constexpr std::array<const char*, kNumRoles> kNames = {"param", "grad", "optim", "act",
-                                                                "residual"};
+  static constexpr std::array<const char*, kNumRoles> kNames = {"param", "grad",     "optim",
+                                                                "act",   "residual", "cache"};
   return kNames[static_cast<size_t>(role)];
 }
 
@@ -57,11 +59,14 @@ const Placement& Table::at(Role role, Phase phase) const {
 void Table::set(Role role, Phase phase, const Placement& place) {
   cells_[static_cast<size_t>(role)][static_cast<size_t>(phase)] = place;
   keeps_residual_ |= role == Role::kResidual;
+  moves_caches_ |= role == Role::kCache;
   keeps_base_ |= role == Role::kParam && phase == Phase::kUpdate;
 }
 
 bool Table::has(Role role, Phase phase) const {
-  return !is_optional(role, phase) || (role == Role::kResidual ? keeps_residual_ : keeps_base_);
+  if (role == Role::kResidual) return keeps_residual_;
+  if (role == Role::kCache) return moves_caches_;
+  return !is_optional(role, phase) || keeps_base_;
 }
 
 // [Note: Equal layouts] Planning, checks and execution use the table of their mesh.
@@ -129,8 +134,8 @@ const Placement& Table::grad_after_backward() const {
 bool Table::uses_disk() const {
   for (const auto& [role, phases] : used_cells()) {
     for (const Phase phase : phases) {
-      if (has(role, phase) && role != Role::kAct && at(role, phase).tier == Tier::kDisk)
-        return true;
+      const bool sized = role != Role::kAct && role != Role::kCache;
+      if (sized && has(role, phase) && at(role, phase).tier == Tier::kDisk) return true;
     }
   }
   return false;
@@ -169,7 +174,7 @@ bool Table::publishes_chunks() const {
 std::string Table::text() const {
   std::string out;
   for (const auto& [role, phases] : used_cells()) {
-    if (role == Role::kResidual && !keeps_residual()) continue;
+    if (!has(role, phases.front())) continue;
     out += role_name(role);
     for (const Phase phase : phases) {
       if (has(role, phase)) out += concat(" ", phase_name(phase), "=", at(role, phase).text());
@@ -322,6 +327,8 @@ Cells::Cells(const Table& table)
       act_hold(table.at(Role::kAct, Phase::kHold)),
       residual(table.keeps_residual() ? std::optional(table.at(Role::kResidual, Phase::kRest))
                                       : std::nullopt),
+      cache(table.moves_caches() ? std::optional(table.at(Role::kCache, Phase::kRest))
+                                 : std::nullopt),
       grads_on_disk(table.grads_wait_on_disk()),
       grads_in_chunks(table.grads_come_in_chunks()),
       publishes_chunks(table.publishes_chunks()),

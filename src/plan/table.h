@@ -11,11 +11,11 @@ namespace penstock {
 
 struct Route;
 
-enum class Role : uint8_t { kParam, kGrad, kOptim, kAct, kResidual };
+enum class Role : uint8_t { kParam, kGrad, kOptim, kAct, kResidual, kCache };
 enum class Phase : uint8_t { kRest, kForward, kHold, kBackward, kUpdate };
-inline constexpr int kNumRoles = 5;
+inline constexpr int kNumRoles = 6;
 inline constexpr int kNumPhases = 5;
-const char* role_name(Role role);     // "param" "grad" "optim" "act" "residual"
+const char* role_name(Role role);     // "param" "grad" "optim" "act" "residual" "cache"
 const char* phase_name(Phase phase);  // "rest" "forward" "hold" "backward" "update"
 
 // The name of the table row that has the wires. Each other row has the placements of one role.
@@ -47,7 +47,7 @@ class Table {
 
   // The roles have these cells. param: rest, forward, hold, backward, and update only if
   // keeps_base(); grad: backward, hold, update; optim: rest, update; act: forward, hold, backward;
-  // residual: rest, only if keeps_residual().
+  // residual: rest, only if keeps_residual(); cache: rest, only if moves_caches().
   const Placement& at(Role role, Phase phase) const;
   void set(Role role, Phase phase, const Placement& place);
   // Returns whether sums of gradients by a lossy wire keep their rounding errors for the next sum
@@ -56,6 +56,9 @@ class Table {
   // Returns whether parameters are published as deltas, except in exact steps ([Note: Deltas]). The
   // table then has the cell param.update.
   bool keeps_base() const { return keeps_base_; }
+  // Returns whether the keys and values of cached tokens are on another tier while their unit does
+  // not compute ([Note: Caches]). The table then has the cell cache.rest.
+  bool moves_caches() const { return moves_caches_; }
   // Returns the table with every cell normalized for this mesh (normalize()).
   Table on(const Mesh& mesh) const;
   // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
@@ -81,7 +84,7 @@ class Table {
   bool holds_grad_in_place() const;
   // Returns the cell of a unit's gradient at the end of its backward.
   const Placement& grad_after_backward() const;
-  bool uses_disk() const;  // for anything except activations
+  bool uses_disk() const;  // for anything except activations and caches
   // grads_wait_on_disk: gradients are held on disk until their unit is updated.
   // grads_come_in_chunks: in addition, they are read in the same chunks as the optimizer state.
   bool grads_wait_on_disk() const;
@@ -94,14 +97,14 @@ class Table {
   // One line per role: "param rest=SS@device:bf16 forward=...", and "wire param=int8/128 grad=..."
   // if a wire is not plain.
   std::string text() const;
-  // Parses the form that text() returns. Every cell except param.update and those of `residual` and
-  // `wire` must be present. Throws ConfigError with the cell.
+  // Parses the form that text() returns. Every cell except param.update and those of `residual`,
+  // `cache` and `wire` must be present. Throws ConfigError with the cell.
   static Table parse(const std::string& text);
   bool operator==(const Table&) const = default;
 
  private:
   std::array<std::array<Placement, kNumPhases>, kNumRoles> cells_{};
-  bool keeps_residual_ = false, keeps_base_ = false;
+  bool keeps_residual_ = false, keeps_base_ = false, moves_caches_ = false;
 
   bool has(Role role, Phase phase) const;
 };
@@ -144,7 +147,7 @@ struct Cells {
   const Placement grad_hold, grad_update;
   const Placement optim_rest, optim_update;
   const Placement act_hold;
-  const std::optional<Placement> residual;                      // rest
+  const std::optional<Placement> residual, cache;               // rest
   const bool grads_on_disk, grads_in_chunks, publishes_chunks;  // see Table
   const std::array<bool, 3> has_master;                         // by Dtype
 };

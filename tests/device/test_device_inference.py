@@ -10,6 +10,7 @@ import pytest
 import test_inference as inference
 import test_quantized as quantized
 import test_rest_in_files as rest_in_files
+import test_token_caches as token_caches
 import torch
 
 pytestmark = pytest.mark.timeout(480)
@@ -77,6 +78,32 @@ def test_computes_with_what_rests(table, dtype, device_pools, tmp_path):
     for told in device_pools(world).run(runs_quantized, str(tmp_path), dtype, config, timeout=200):
         assert told["wrong"] == [] and told["closed"] and told["weights"], told
         assert told["same"] and told["resident"], told
+
+
+def caches_tokens(family: str, place: str, tier: str, path: str) -> dict[str, Any]:
+    on_device.schedule(7)
+    return token_caches.generates(family, place, tier, path, on_device.device())
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "tier"),
+    [
+        ("llama", "alone", "host"),
+        ("mistral", "alone", "disk"),
+        ("gpt2", "zero3", "disk"),
+        ("phi3", "params on disk", "disk"),
+        ("opt", "T2", "host"),
+        ("llama", "P2", "host"),
+        ("qwen3", "hpz", "disk"),
+    ],
+    ids="-".join,
+)
+def test_cached_tokens_move(family, place, tier, device_pools, tmp_path):
+    world = token_caches.PLACES[place][0]
+    run = device_pools(world).run
+    for told in run(caches_tokens, family, place, tier, str(tmp_path), timeout=200):
+        assert told["same"]
+        assert told["memory"] > 0 and told["plan"] > 0, told
 
 
 def trained(place: str, path: str, mode: str) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ it says of wrong words."""
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -92,6 +93,36 @@ def test_only_matrices_of_blocks_are_quantized(dtype, code, capsys):
     assert host["memory"]["device"] == modes["host", "bf16"]["memory"]["device"]
     assert host["step_s"] == pytest.approx((rest + block) / 1e6)
     assert ("device", dtype) not in modes
+
+
+@pytest.mark.parametrize("dtype, share", [("none", 1), ("int8", 1.03125 / 2)])
+def test_a_cache_that_moves_by_hand(dtype, share, capsys):
+    whole = 2 * 12 * CACHE
+    for tier in ("host", "disk"):
+        offload = {"cache": tier} | ({"path": "/swap"} if tier == "disk" else {})
+        config = {"precision": "bf16", "prefetch_bytes": 0, "offload": offload}
+        config |= {"quantize": {"cache": dtype}} if dtype != "none" else {}
+        given = ["--config", json.dumps(config)]
+        report, modes, _ = generate(capsys, SMALL, config=given)
+        one, disk = modes["device", "bf16"], modes["disk", "bf16"]
+        rest = math.ceil(whole * share)
+        # Two of four blocks have their tokens on the device.
+        assert one["memory"]["device"] == WEIGHTS + whole / 2
+        assert one["memory"][tier] == rest and disk["memory"]["device"] == WINDOW + whole / 2
+        assert one["memory"]["host"] == (rest if tier == "host" else math.ceil(rest / 2))
+        links = {"device_host": rest} | ({"host_disk": rest} if tier == "disk" else {})
+        assert one["reads"] == links
+        assert disk["reads"]["device_host"] == WEIGHTS + rest
+        slowest = 1e6 if tier == "host" else 1e5
+        weights = WEIGHTS / 3e8
+        step = max(weights, rest / slowest, 3 * whole / 3e8)
+        assert one["step_s"] == pytest.approx(step + rest / slowest / 4)
+        assert disk["step_s"] == pytest.approx(
+            (disk["reads"]["host_disk"] + 2 * BLOCK) / 1e5 + rest / slowest / 4
+        )
+        best = report["best"]
+        assert best["offload"] == offload
+        assert best.get("quantize") == config.get("quantize")
 
 
 def test_ranks_read_shards_and_gather_them(capsys):

@@ -21,7 +21,7 @@ _LINKS = {
     "node": "across nodes",
 }
 # Sections of a config that change bytes in a way that is not counted here.
-_UNCOUNTED = ("dtypes", "parallel", "quantize", "table", "tiling")
+_UNCOUNTED = ("dtypes", "parallel", "quantize.dtype", "quantize.params", "table", "tiling")
 _OF_THE_DISK = ("path", "checksums", "timeout_s")  # keys of offload that need state on disk
 HELP = (
     "plan for generation, not for training: sequences on each rank (batch, default 1), tokens to "
@@ -45,8 +45,11 @@ def _bytes(text: str, what: str) -> int:
     return read
 
 
-def _request(text: str, model: PlannedModel, precision: str) -> Request:
-    """Parses --generate. Raises ValueError for an unknown key or a wrong value."""
+def _request(text: str, model: PlannedModel, precision: str, config: dict[str, Any]) -> Request:
+    """Parses --generate. The config says where the KV cache rests.
+
+    Raises ValueError for an unknown key or a wrong value.
+    """
     given = model_spec.pairs(text, _KEYS, "--generate")
     counts = {"batch": 1, "new": 128, "prompt": 512}
     for key in counts:
@@ -55,7 +58,23 @@ def _request(text: str, model: PlannedModel, precision: str) -> Request:
     sizes = {key: _bytes(given[key], f"{key} of --generate") for key in _KEYS[3:] if key in given}
     values = model.cached_values()
     cache = None if values is None else values * generate_plan.VALUE_BYTES[precision]
-    return Request(**counts, cache_bytes=sizes.get("kv", cache), keep_bytes=sizes.get("keep"))
+    tier = _given(config, "offload.cache") or "device"
+    code = generate_plan.CODE_BYTES.get(_given(config, "quantize.cache"))
+    return Request(
+        **counts,
+        cache_bytes=sizes.get("kv", cache),
+        keep_bytes=sizes.get("keep"),
+        cache_tier=tier,
+        cache_share=1.0 if code is None else code / generate_plan.VALUE_BYTES[precision],
+    )
+
+
+def _given(config: dict[str, Any], key: str) -> Any:
+    """Returns the value of a key such as "comm.codec", or None if it has no effect."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return None if value == "none" else value
 
 
 def _check(args: argparse.Namespace, config: dict[str, Any]) -> None:
@@ -65,9 +84,7 @@ def _check(args: argparse.Namespace, config: dict[str, Any]) -> None:
                 f"[plan] --{option} has no effect with --generate: give batch and prompt in "
                 "--generate, and the ranks as --world"
             )
-    uncounted = [key for key in _UNCOUNTED if config.get(key)]
-    if (config.get("comm") or {}).get("codec", "none") != "none":
-        uncounted.append("comm.codec")
+    uncounted = [key for key in (*_UNCOUNTED, "comm.codec") if _given(config, key)]
     if uncounted:
         raise ValueError(
             f'[plan] --generate does not count the effect of "{uncounted[0]}" in --config. Leave '
@@ -90,7 +107,7 @@ def _question(
     return Question(
         units=model.units(parsed.units),
         precision=parsed.precision,
-        request=_request(args.generate, model, parsed.precision),
+        request=_request(args.generate, model, parsed.precision, config),
         prefetch_bytes=parsed.prefetch_bytes,
         limits={tier: limit for tier, limit in limits.items() if limit >= 0},
         machine=machine,
@@ -104,15 +121,18 @@ def _config_for(found: Forecast, config: dict[str, Any]) -> dict[str, Any]:
     mode, given = found.mode, config.get("offload")
     made = {key: value for key, value in config.items() if key != "offload"}
     made["strategy"] = "ddp" if mode.tier == "device" else "zero3"
+    offload: dict[str, Any] = {}
     if mode.tier != "device":
-        offload: dict[str, Any] = {"params": mode.tier}
-        if mode.tier == "disk" and isinstance(given, dict):
-            offload |= {key: given[key] for key in _OF_THE_DISK if key in given}
+        offload["params"] = mode.tier
         if found.keep_bytes:
             offload["keep_bytes"] = found.keep_bytes
+    if isinstance(given, dict):
+        keys = ("cache", *(_OF_THE_DISK if "disk" in (mode.tier, given.get("cache")) else ()))
+        offload |= {key: given[key] for key in keys if key in given}
+    if offload:
         made["offload"] = offload
     if mode.dtype in generate_plan.CODE_BYTES:
-        made["quantize"] = {"dtype": mode.dtype}
+        made["quantize"] = {**config.get("quantize", {}), "dtype": mode.dtype}
     return made
 
 
@@ -155,9 +175,10 @@ def _table(found: list[Forecast]) -> list[str]:
 def _heading(question: Question) -> list[str]:
     request = question.request
     room = ", ".join(f"{tier} {size(limit)}" for tier, limit in question.limits.items())
+    where = {"device": "", "host": ", in host memory", "disk": ", on disk"}[request.cache_tier]
     cache = (
         f"{size(request.cache_bytes)} per token, {size(request.bytes_of_cache(request.length))} "
-        f"for the batch at {request.length} tokens"
+        f"for the batch at {request.length} tokens{where}"
         if request.cache_bytes
         else "not counted, because the model does not tell its size; give kv=BYTES per token"
     )

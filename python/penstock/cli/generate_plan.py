@@ -5,7 +5,8 @@ A forward takes as long as the longest of these, plus the time to read its first
 - the bytes that it reads from host memory, from disk or from other ranks, over the slowest link;
 - 2 FLOPs per parameter and token;
 - one read of all weights from device memory;
-- one read of the KV cache from device memory.
+- one read of the KV cache from device memory, or, if it rests on another tier, its way to the
+  device and three passes over device memory: it is written in one piece there, and then read.
 
 So `prefetch_bytes` must let reads overlap computing. Every parameter counts as used by each token.
 Pure functions; the arguments that are named `mode` are one of modes().
@@ -51,6 +52,8 @@ class Request:
     prompt: int  # tokens given for each sequence
     cache_bytes: int | None = None  # keys and values of one token; None: unknown, not counted
     keep_bytes: int | None = None  # None: as many as the budget leaves
+    cache_tier: str = "device"  # where the KV cache rests
+    cache_share: float = 1.0  # its bytes at rest for each byte on the device
 
     @property
     def length(self) -> int:
@@ -59,6 +62,10 @@ class Request:
     def bytes_of_cache(self, tokens: int) -> int:
         """Returns the bytes of the KV cache if each sequence has so many tokens."""
         return self.batch * tokens * (self.cache_bytes or 0)
+
+    def cache_at_rest(self, tokens: int) -> int:
+        """Returns the bytes of the same cache in its tier."""
+        return math.ceil(self.bytes_of_cache(tokens) * self.cache_share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +212,9 @@ def _staging(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> in
 
 def _reads(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> dict[str, int]:
     """Returns the bytes that a rank moves over each link to make these units whole."""
-    rest = math.ceil(question.at_rest(streamed, mode.dtype) / question.world)
+    rest = 0
+    if mode.tier != "device":
+        rest = math.ceil(question.at_rest(streamed, mode.dtype) / question.world)
     local_ranks = question.world // question.nodes
     shard = question.whole(streamed) / question.world  # gathered after it is decoded
     reads = {
@@ -215,6 +224,31 @@ def _reads(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> dict
         "node": math.ceil(shard * (question.world - local_ranks)),
     }
     return {link: size for link, size in reads.items() if size > 0}
+
+
+def _with_cache(request: Request, reads: Mapping[str, int], cached: int) -> dict[str, int]:
+    """Adds the bytes of a KV cache of `cached` tokens that moves."""
+    added = dict(reads)
+    links = {"device": (), "host": ("device_host",), "disk": ("host_disk", "device_host")}
+    for link in links[request.cache_tier]:
+        added[link] = added.get(link, 0) + request.cache_at_rest(cached)
+    return added
+
+
+def _cache_memory(question: Question) -> dict[str, int]:
+    """Returns the bytes of the KV cache in each tier. If it moves, the tokens of two blocks are on
+    the device: the one that computes, and the one that is brought."""
+    request = question.request
+    whole = request.bytes_of_cache(request.length)
+    if request.cache_tier == "device":
+        return {"device": whole}
+    blocks = max(1, len(question.units) - 1)
+    memory = {"device": math.ceil(2 * whole / blocks)}
+    rest = request.cache_at_rest(request.length)
+    memory[request.cache_tier] = rest
+    if request.cache_tier == "disk":
+        memory["host"] = math.ceil(2 * rest / blocks)
+    return memory
 
 
 def _seconds_of(reads: Mapping[str, int], machine: Machine) -> float:
@@ -230,7 +264,7 @@ def _most_kept(question: Question, mode: Mode) -> int:
     limit = question.limits.get("device")
     if limit is None:
         return 0
-    limit -= question.request.bytes_of_cache(question.request.length)
+    limit -= _cache_memory(question)["device"]
     units = question.units
     for count in range(len(units), 0, -1):
         padding = count * (_PADDING + question.world * _RANK_PADDING)
@@ -247,7 +281,8 @@ def _most_batch(question: Question, mode: Mode) -> int | None:
         return None
     streamed = _streamed(question, question.request.keep_bytes or 0)
     left = limit - _memory(question, mode, streamed)["device"]
-    return max(0, left // (question.request.length * cache))
+    one = _cache_memory(question.with_batch(1))["device"]
+    return max(0, left // one)
 
 
 def _longest(
@@ -258,12 +293,13 @@ def _longest(
     The forward computes `tokens` tokens of each sequence, with a KV cache of `cached` tokens.
     """
     request, machine = question.request, question.machine
+    passes = 1 if request.cache_tier == "device" else 3
     parts = {
         "compute": 2 * question.num_params * request.batch * tokens / machine.flops,
         "weights": question.whole(question.units) / machine.device_memory,
-        "KV cache": request.bytes_of_cache(cached) / machine.device_memory,
+        "KV cache": passes * request.bytes_of_cache(cached) / machine.device_memory,
     }
-    for link, size in reads.items():
+    for link, size in _with_cache(request, reads, cached).items():
         parts[f"{link.replace('_', '-')} link"] = size / getattr(machine, link)
     longest = max(parts, key=lambda part: parts[part])
     return parts[longest], longest
@@ -278,7 +314,8 @@ def forecast(question: Question, mode: Mode) -> Forecast:
         keep = _most_kept(question, mode) if chosen is None else chosen
         streamed = _streamed(question, keep)
     memory = _memory(question, mode, streamed)
-    memory["device"] += request.bytes_of_cache(request.length)
+    for tier, added in _cache_memory(question).items():
+        memory[tier] += added
     over = {
         tier: memory[tier] - limit
         for tier, limit in question.limits.items()
@@ -287,6 +324,8 @@ def forecast(question: Question, mode: Mode) -> Forecast:
     reads = _reads(question, mode, streamed)
     units = _without_root(question, streamed) or streamed
     fill = max((_seconds_of(_reads(question, mode, [u]), machine) for u in units), default=0.0)
+    first = _seconds_of(_with_cache(request, {}, request.length), machine)
+    fill += first / max(1, len(question.units) - 1)
     prefill, _ = _longest(question, reads, request.prompt, request.prompt)
     step, longest = _longest(question, reads, 1, request.length)
     prefill, step = prefill + fill, step + fill
@@ -299,7 +338,7 @@ def forecast(question: Question, mode: Mode) -> Forecast:
         memory=memory,
         over=over,
         keep_bytes=keep,
-        reads=reads,
+        reads=_with_cache(request, reads, request.length),
         step_s=step,
         prefill_s=prefill,
         longest=longest,

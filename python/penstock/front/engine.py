@@ -34,6 +34,7 @@ from penstock.front.forward_guard import Forwards, Pace, Uneven, remove
 from penstock.front.inference import EvalMode, Inference
 from penstock.front.model_structure import Structure, check_params, refuse_model
 from penstock.front.param_state import ParamState
+from penstock.front.token_caches import MovedCaches
 from penstock.monitor.monitored import Monitored
 from penstock.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
 
@@ -402,8 +403,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
         parts: "engine", "libraries", "shared", "heap" (in use) and "heap_free" (freed tensors,
         whose memory malloc keeps). "engine" and "heap" overlap in small buffers. "measured" also
         has "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of
-        activations moved to the host, which the total leaves out. "activations" is the peak of the
-        model's tensors in step two; "step_device" and "step_memory" are peaks predicted with them.
+        activations moved to the host, and "cache", those of cached tokens that move; the total
+        leaves out both. "activations" is the peak of the model's tensors in step two;
+        "step_device" and "step_memory" are peaks predicted with them.
         """
         return dict(self._core.report.ledger())
 
@@ -512,17 +514,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
         recomputed = any(unit.recomputed for unit in units)
         if not core.needs_unit_events and not recomputed:
             return
-        whole = type(self.module).__name__ == "OptimizedModule"  # made by torch.compile()
-        if whole or module_tree.is_compiled_in_place(self.module):
-            why = (
-                '"activations.checkpoint" recomputes its blocks'
-                if recomputed
-                else f'strategy "{self.config.strategy}" moves its parameters'
-            )
-            raise ConfigError(
-                f"[front::initialize] the whole model is compiled, but {why}. Compile its blocks "
-                f"instead (block.compile())"
-            )
+        caches = MovedCaches(core.token_caches) if core.token_caches.moves else None
+        module_tree.refuse_compiled(self.module, self.config, recomputed, caches is not None)
         modules = {}
         for index, unit in enumerate(units):
             if index > 0 and not unit.is_tile and not unit.away:
@@ -532,6 +525,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
                     self._installed.append(made)
                 if core.needs_unit_events:
                     self._forwards.watch(module, index)
+                if caches is not None:
+                    self._installed.append(caches.watch(module))
         if core.needs_unit_events:
             for module in module_tree.parts_around(self.module, list(modules.values())):
                 self._forwards.watch_part(module)

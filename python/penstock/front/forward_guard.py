@@ -258,7 +258,7 @@ class Forwards:
         return output
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._pace.uneven or self._pace.resident:
+        if self._pace.uneven:
             return generate(*args, **kwargs)
         with self.uneven():
             return generate(*args, **kwargs)

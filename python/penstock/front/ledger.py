@@ -71,4 +71,6 @@ def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
         )
     if measured and ledger["measured"]["act"] > 0:
         lines.append(f"activations offloaded{ledger['measured']['act'] / 2**20:>15.2f}")
+    if measured and ledger["measured"]["cache"] > 0:
+        lines.append(f"cached tokens offloaded{ledger['measured']['cache'] / 2**20:>13.2f}")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock._native import _penstock
+from penstock._native import ConfigError, _penstock
 from penstock.front import buffer_dtypes
 from penstock.parallel.lazy_logits import with_history
 
@@ -142,6 +142,24 @@ def has_rows(module: torch.nn.Module) -> bool:
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` was called. Then its hooks are part of the compiled code."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def refuse_compiled(
+    model: torch.nn.Module, config: Any, recomputed: bool, moves_caches: bool
+) -> None:
+    """Raises ConfigError if the whole model is compiled, because the engine acts in its blocks."""
+    whole = type(model).__name__ == "OptimizedModule"  # made by torch.compile()
+    if not whole and not is_compiled_in_place(model):
+        return
+    why = f'strategy "{config.strategy}" moves its parameters'
+    if recomputed:
+        why = '"activations.checkpoint" recomputes its blocks'
+    elif moves_caches:
+        why = '"offload.cache" moves the tokens of its blocks'
+    raise ConfigError(
+        f"[front::initialize] the whole model is compiled, but {why}. Compile its blocks instead "
+        f"(block.compile())"
+    )
 
 
 def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:

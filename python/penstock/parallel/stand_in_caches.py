@@ -82,7 +82,10 @@ class _Recorder:
         layers = self._cache.layers
         layer = layers[layer_idx] if layer_idx < len(layers) else None
         held = getattr(layer, "keys", None)
-        earlier = 0 if held is None or held.ndim < 2 else held.shape[-2]
+        if held is None:  # a layer without tokens, or one whose tokens rest in the engine
+            earlier = 0 if layer is None else layer.get_seq_length()
+        else:
+            earlier = 0 if held.ndim < 2 else held.shape[-2]
         return _longer(keys, earlier), _longer(values, earlier)
 
 

@@ -49,6 +49,7 @@ TEST(ConfigKeys, NamesTheKeyThatOnlyPythonReads) {
       {R"({"monitor": {"path": "run", "formats": ["jsonl", "wandb"]}})", "monitor.formats.1"},
       {R"({"mesh": {"sequence": 2}})", "mesh.sequence"},
       {R"({"activations": {"checkpoint": "unit"}})", "activations.checkpoint"},
+      {R"({"offload": {"cache": "host"}})", "offload.cache"},
       {R"({"tiling": {"max_bytes": 4096}})", "tiling.max_bytes"},
       {R"({"tiling": {"loss_tokens": 8}})", "tiling.loss_tokens"},
       {R"({"comm": {"backend": "gloo"}})", "comm.backend"},

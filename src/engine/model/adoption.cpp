@@ -207,9 +207,12 @@ void Adoption::claim_here(const Config& config, const ModelDesc& model, bool ext
   options.stall_s = config.offload.timeout_s;
   options.recorder = tiers_.recorder;
   if (table.uses_disk()) tiers_.disk.emplace(options);
-  // The sizes of activations are only known at run time, so the file for activations grows.
+  // The sizes of activations and caches are only known at run time, so their files grow.
   if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {
     executor_.activations().open_disk(options);
+  }
+  if (table.moves_caches() && table.at(Role::kCache, Phase::kRest).tier == Tier::kDisk) {
+    executor_.caches().open_disk(options);
   }
   check_moments(config, external_optimizer);
   executor_.claim(model, external_optimizer ? 0 : num_moments(config));

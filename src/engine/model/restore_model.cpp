@@ -245,6 +245,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   outside_reads.reset();
   hooks.clear();
   executor->activations().close();
+  executor->caches().close();
   lent.take_back();
   frozen.reset();
   engine::take_back(lent_gradients);

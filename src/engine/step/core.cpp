@@ -270,7 +270,9 @@ std::function<at::Tensor()> Recomputation::save(int unit, const at::Tensor& inpu
   return state_->executor->activations().save(unit, input);
 }
 
-int64_t Recomputation::saved_bytes() const { return state_->executor->activations().live_bytes(); }
+int64_t Recomputation::saved_bytes() const {
+  return state_->executor->activations().shelf().live_bytes();
+}
 
 Tiles::Tiles(const Core& core, const std::string& param)
     : Tiles({core.state_, &*core.state_->tiled}, param, core.state_->config.tiling.loss_tokens) {}

@@ -202,9 +202,10 @@ void Driver::leave(Op op, int unit) {
     }
     pump();
   }
-  // put_away() does nothing if a plan line has already moved the unit's activations.
+  // put_away() does nothing if a plan line has already moved the unit's activations or tokens.
   if (op == Op::kForward) {
     executor_.activations().put_away(unit, executor_.units()[unit].name);
+    executor_.caches().put_away_rest(unit);
   }
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);
 }

@@ -155,7 +155,8 @@ void Core::State::Observer::end_step(const std::vector<OptimizerConfig>& groups)
   made.device_peak_bytes = device.total_peak;
   made.host_peak_bytes = host.total_peak;
   engine::SoFar so_far = state.monitor->recorded();
-  made.disk_bytes = state.executor->activations().disk_bytes();
+  made.disk_bytes = state.executor->activations().shelf().disk_bytes() +
+                    state.executor->caches().shelf().disk_bytes();
   if (state.tiers.disk) {
     made.disk_bytes += state.tiers.disk->held();
     so_far.disk_read = state.tiers.disk->bytes_read();

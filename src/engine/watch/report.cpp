@@ -82,15 +82,17 @@ LedgerReport Report::ledger() const {
   report.resident = {resident.process,   state_->tiers.host.usage().held,
                      resident.libraries, resident.shared,
                      resident.heap,      resident.heap_free};
-  activations::Activations& activations = state_->executor->activations();
+  const activations::Shelf& activations = state_->executor->activations().shelf();
+  const activations::Shelf& caches = state_->executor->caches().shelf();
   report.measured.act = activations.peak_bytes();
+  report.measured.cache = caches.peak_bytes();
   report.measured.activations = state_->activation_memory->peak();
   // What is moved to the host there takes as much with any strategy.
   for (auto& [name, entry] : report.predicted) {
     if (entry.activations > 0) entry.step_memory += report.measured.act;
   }
   report.measured.exchanges = state_->executor->exchanges();
-  report.measured.disk += activations.disk_bytes();
+  report.measured.disk += activations.disk_bytes() + caches.disk_bytes();
   return report;
 }
 

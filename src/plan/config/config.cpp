@@ -75,6 +75,10 @@ void parse_table(const Json& value, Config* config) {
   if (value.is_object() && value.contains("act"))
     fail_unsupported("table.act", value["act"],
                      "activations are placed by the key \"offload.activations\"");
+  if (value.is_object() && value.contains("cache"))
+    fail_unsupported("table.cache", value["cache"],
+                     "cached tokens are placed by the keys \"offload.cache\" and "
+                     "\"quantize.cache\"");
   const ConfigSection roles(value, "table", {"param", "grad", "optim", "residual", kWireRow});
   for (const auto& [role, phases] : kCells) {
     const Json* row = roles.find(role);
@@ -183,15 +187,14 @@ void parse_offload(const Json& value, Config* config) {
   const ConfigSection section(
       value, "offload",
       {"optimizer", "params", "activations", "gradients", "path", "window_bytes", "keep_bytes",
-       "late_update", "checksums", "timeout_s"});
-  const std::array<std::pair<const char*, std::string*>, 3> roles = {
-      {{"optimizer", &offload->optimizer},
-       {"params", &offload->params},
-       {"activations", &offload->activations}}};
-  for (const auto& [role, tier] : roles) {
-    std::vector<std::string> tiers = {"none", "host", "disk"};
-    if (tier != &offload->activations) tiers.emplace_back("auto");
-    *tier = section.choice(role, *tier, tiers);
+       "cache", "late_update", "checksums", "timeout_s"});
+  for (const auto& [role, tier] :
+       {std::pair("optimizer", &offload->optimizer), std::pair("params", &offload->params)}) {
+    *tier = section.choice(role, *tier, {"none", "host", "disk", "auto"});
+  }
+  for (const auto& [role, tier] :
+       {std::pair("activations", &offload->activations), std::pair("cache", &offload->cache)}) {
+    *tier = section.choice(role, *tier, {"none", "host", "disk"});
   }
   section.read_text("path", &offload->path);
   section.read_bytes("window_bytes", &offload->window_bytes);
@@ -213,8 +216,8 @@ void parse_offload(const Json& value, Config* config) {
   }
   section.read("checksums", &offload->checksums);
   section.read("timeout_s", &offload->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
-  for (const std::string& tier :
-       {offload->optimizer, offload->params, offload->gradients, offload->activations}) {
+  for (const std::string& tier : {offload->optimizer, offload->params, offload->gradients,
+                                  offload->activations, offload->cache}) {
     if (tier == "disk" || tier == "auto") return;
   }
   if (has_cell(*config, "", "", Tier::kDisk)) return;
@@ -224,8 +227,13 @@ void parse_offload(const Json& value, Config* config) {
     section.refuse_without_effect({"timeout_s"}, nothing);
 }
 
-void parse_quantize(const Json& value, QuantizeConfig* quantize) {
-  const ConfigSection section(value, "quantize", {"dtype", "params"});
+// Runs after parse_offload().
+void parse_quantize(const Json& value, Config* config) {
+  QuantizeConfig* const quantize = &config->quantize;
+  const ConfigSection section(value, "quantize", {"dtype", "params", "cache"});
+  quantize->cache = section.choice("cache", quantize->cache, {"none", "int8", "int4"});
+  if (config->offload.cache == "none" && quantize->cache != "none")
+    section.refuse_without_effect({"cache"}, "while offload.cache is \"none\"");
   quantize->dtype = section.choice("dtype", quantize->dtype, {"none", "int8", "int4"});
   parse_names(section, "params", "a list of name patterns", &quantize->params);
   if (quantize->dtype == "none" && !quantize->params.empty())
@@ -513,7 +521,7 @@ void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("parallel")) parse_parallel(*value, config);
   if (const Json* value = top.find("dtypes")) parse_dtypes(*value, config);
   if (const Json* value = top.find("offload")) parse_offload(*value, config);
-  if (const Json* value = top.find("quantize")) parse_quantize(*value, &config->quantize);
+  if (const Json* value = top.find("quantize")) parse_quantize(*value, config);
   if (const Json* value = top.find("memory")) {
     const ConfigSection memory(*value, "memory", {"device_bytes", "host_bytes"});
     memory.read_bytes("device_bytes", &config->memory.device_bytes);

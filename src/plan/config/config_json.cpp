@@ -118,12 +118,14 @@ std::string Config::json(int indent) const {
                     {"path", offload.path},
                     {"window_bytes", offload.window_bytes},
                     {"keep_bytes", offload.keep_bytes},
+                    {"cache", offload.cache},
                     {"late_update", offload.late_update},
                     {"checksums", offload.checksums},
                     {"timeout_s", offload.timeout_s}};
   out["memory"] = {{"device_bytes", or_null(memory.device_bytes, -1)},
                    {"host_bytes", or_null(memory.host_bytes, -1)}};
-  out["quantize"] = {{"dtype", quantize.dtype}, {"params", quantize.params}};
+  out["quantize"] = {
+      {"dtype", quantize.dtype}, {"params", quantize.params}, {"cache", quantize.cache}};
   out["activations"] = {{"checkpoint", checkpoint_json(activations.checkpoint)}};
   out["loss_scale"] = {{"initial", loss_scale.initial},
                        {"window", loss_scale.window},
