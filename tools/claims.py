@@ -108,6 +108,8 @@ CLAIMS = [
     ("docs/engine.md", '{"inference": True', "tests/parity/test_inference.py"),
     ("docs/checkpoints.md", "torch.onnx.export(", "tests/parity/test_onnx.py"),
     ("docs/engine.md", "accelerate.init_empty_weights()", "tests/parity/test_rest_in_files.py"),
+    ("docs/engine.md", '"cache": "disk", "path": swap', "tests/parity/test_token_caches.py"),
+    ("docs/engine.md", "the last ones (at most 256)", "src/activations/layer_caches.cpp::256"),
     ("docs/parallel.md", "with engine.inference():", "tests/parity/test_inference_stages.py"),
     (TRAINING, "--generate batch=64,new=128", "tests/python/test_plan_generate.py"),
     (TRAINING, "`beta2` of 0.99 or less", "tests/python/test_bf16_moments.py"),

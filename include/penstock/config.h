@@ -87,16 +87,15 @@ struct TilingConfig {
 };
 
 struct OffloadConfig {
-  std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
-  // The first two may be "auto" until the engine chooses (src/plan/cost/strategy_choice.h).
-  std::string gradients = "none";  // "none" (where the update runs) "host" "disk"
+  std::string optimizer = "none", params = "none";   // "none" "host" "disk", "auto" until chosen
+  std::string activations = "none", cache = "none";  // "none" "host" "disk"
+  std::string gradients = "none";                    // "none" (where the update runs) "host" "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // host memory for streaming optimizer state that is on disk
-  int64_t keep_bytes = 0;      // of parameters that stay whole between forwards, for inference
-  std::string cache = "none";  // keys and values of cached tokens: "none" "host" "disk"
-  bool late_update = false;    // step() returns after the norm; units are updated before use
-  bool checksums = false;      // checks that data read from disk equals the data written
-  double timeout_s = 60.0;     // longest wait for the disk without a completed request
+  int64_t keep_bytes = 0;    // of parameters that stay whole between forwards, for inference
+  bool late_update = false;  // step() returns after the norm; units are updated before use
+  bool checksums = false;    // checks that data read from disk equals the data written
+  double timeout_s = 60.0;   // longest wait for the disk without a completed request
 };
 
 // Budgets in bytes per rank; -1 = the free memory that the engine finds. On the CPU, the device
@@ -125,9 +124,8 @@ struct MonitorConfig {
 
 // Frozen parameters and cached tokens that rest as small integers ([Note: Quantized parameters]).
 struct QuantizeConfig {
-  std::string dtype = "none";       // "none" "int8" "int4"
+  std::string dtype = "none", cache = "none";  // "none" "int8" "int4"
   std::vector<std::string> params;  // name patterns (glob); empty = the matrices of the blocks
-  std::string cache = "none";       // of keys and values of cached tokens, see offload.cache
 };
 
 struct ActivationsConfig {

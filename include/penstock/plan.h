@@ -28,6 +28,10 @@ struct Machine {
   double host_memory = 3.5e10;    // used by the CPU optimizer
   double device_memory = 2.5e12;  // used by the device's optimizer
   double overlap = 1.0;  // share of a lane's seconds that does not slow down concurrent computing
+  // Speeds of generation; 0 = not measured.
+  double one_row = 0;    // bytes/s of weights in products with one row
+  double rows_16 = 0;    // FLOP/s of products with 16 rows
+  double attention = 0;  // bytes/s of keys and values to which one token of each sequence attends
   // Returns rough numbers for one rank on CPUs. Choices depend only on how the numbers compare with
   // each other.
   static Machine cpu() { return {1e11, 2e9, 1e9, 5e9, 1e9, 8e9, 8e9}; }

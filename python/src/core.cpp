@@ -81,6 +81,7 @@ void bind_token_caches(py::module_& module) {
       .def("select", &LayerCache::select, NoGil())
       .def("remove_last", &LayerCache::remove_last, NoGil())
       .def("keep_past", &LayerCache::keep_past)
+      .def("copy", &LayerCache::copy, NoGil())
       .def("clear", &LayerCache::clear);
   py::class_<TokenCaches>(module, "TokenCaches")
       .def_property_readonly("moves", &TokenCaches::moves)

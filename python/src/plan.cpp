@@ -98,7 +98,10 @@ void bind_plan(py::module_& module) {
       .def_readwrite("host_disk", &Machine::host_disk)
       .def_readwrite("host_memory", &Machine::host_memory)
       .def_readwrite("device_memory", &Machine::device_memory)
-      .def_readwrite("overlap", &Machine::overlap);
+      .def_readwrite("overlap", &Machine::overlap)
+      .def_readwrite("one_row", &Machine::one_row)
+      .def_readwrite("rows_16", &Machine::rows_16)
+      .def_readwrite("attention", &Machine::attention);
   module.def("read_machine", &read_machine, py::arg("path"), py::arg("otherwise"));
   module.def("strategy_names", &strategy_names);
   module.def(

@@ -9,6 +9,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/kernels.h"
 #include "src/device/wire_codec.h"
 
 namespace penstock::activations {
@@ -22,9 +23,9 @@ constexpr int64_t kMostChunkTokens = 256;
 
 constexpr int64_t kTokens = 2;  // the dim of tokens
 
-int64_t tokens_of_chunk(const at::Tensor& made) {
-  const int64_t bytes = std::max<int64_t>(1, made.size(0) * made.size(1) * made.size(3)) *
-                        static_cast<int64_t>(made.element_size());
+// `token_bytes`: of one token of all sequences.
+int64_t tokens_of_chunk(int64_t token_bytes) {
+  const int64_t bytes = std::max<int64_t>(1, token_bytes);
   int64_t tokens = 1;
   while (2 * tokens <= kMostChunkTokens && 2 * tokens * bytes <= kChunkBytes) tokens *= 2;
   return tokens;
@@ -36,8 +37,8 @@ std::string shape_text(const at::Tensor& tensor) {
   return concat("[", join(sizes, ", "), "]");
 }
 
-device::Address address(const at::Tensor& tensor, const device::Device& computes) {
-  return computes.at(tensor.mutable_data_ptr());
+[[noreturn]] void fail_closed() {
+  throw RuntimeFault("[activations::LayerCache] close() of the engine has freed the cached tokens");
 }
 
 }  // namespace
@@ -52,9 +53,11 @@ void LayerCache::check(const Pair& made) const {
     throw ConfigError(concat("[activations::LayerCache] keys of shape ", shape_text(made.keys),
                              " and values of shape ", shape_text(made.values), " ", why));
   };
-  if (closed_) {
+  if (closed_) fail_closed();
+  if (broken_) {
     throw RuntimeFault(
-        "[activations::LayerCache] close() of the engine has freed the cached tokens");
+        "[activations::LayerCache] an error cut a change of the cached tokens short. Begin with a "
+        "new cache");
   }
   if (made.keys.dim() != 4 || made.values.dim() != 4) {
     refuse("cannot be cached: both need the dims batch, heads, tokens, size");
@@ -89,24 +92,33 @@ LayerCache::Pair LayerCache::add(const Pair& made) {
   put_away();  // of an earlier call in the same forward
   if (tokens_ == 0) {
     batch_ = made.keys.size(0);
-    chunk_tokens_ = tokens_of_chunk(made.keys);
+    chunk_tokens_ = tokens_of_chunk(made.keys.size(0) * made.keys.size(1) * made.keys.size(3) *
+                                    static_cast<int64_t>(made.keys.element_size()));
     options_ = made.keys.options().requires_grad(false);
     for (const auto& [side, one] : {std::pair(&keys_, &made.keys), {&values_, &made.values}}) {
       side->shape = {one->size(0), one->size(1), chunk_tokens_, one->size(3)};
     }
   }
-  Pair all{assemble(keys_, made.keys), assemble(values_, made.values)};
+  // An error leaves both sides as they are.
+  const at::Tensor keys = assemble(keys_, made.keys), values = assemble(values_, made.values);
+  Pair all{seen(keys, keys_.first * chunk_tokens_), seen(values, values_.first * chunk_tokens_)};
   tokens_ += made.keys.size(kTokens);
+  for (const auto& [side, whole] : {std::pair(&keys_, &keys), {&values_, &values}}) {
+    side->whole = *whole;
+    side->whole_first = side->first * chunk_tokens_;
+    side->tail.reset();
+  }
   return all;
 }
 
+// Returns the kept tokens and those that were made.
 at::Tensor LayerCache::assemble(Side& side, const at::Tensor& made) {
   const int64_t first = side.first * chunk_tokens_, all = tokens_ + made.size(kTokens);
   std::vector<int64_t> sizes = side.shape;
   sizes[kTokens] = all - first;
-  side.whole = shelf_->empty(sizes, made.scalar_type());
+  at::Tensor whole = shelf_->empty(sizes, made.scalar_type());
   const auto put = [&](int64_t at, const at::Tensor& part) {
-    side.whole.narrow(kTokens, at - first, part.size(kTokens)).copy_(part);
+    whole.narrow(kTokens, at - first, part.size(kTokens)).copy_(part);
   };
   for (const std::unique_ptr<Parked>& one : side.chunks) one->bring();
   for (size_t at = 0; at < side.chunks.size(); ++at) {
@@ -114,10 +126,14 @@ at::Tensor LayerCache::assemble(Side& side, const at::Tensor& made) {
     side.chunks[at]->release();
   }
   if (side.tail.defined()) put(tokens_ - side.tail.size(kTokens), side.tail);
-  side.tail.reset();
   put(tokens_, made);
-  const int64_t seen = std::max(first, first_needed());
-  return side.whole.narrow(kTokens, seen - first, all - seen);
+  return whole;
+}
+
+// Returns the tokens in the window of those that begin with token `first`.
+at::Tensor LayerCache::seen(const at::Tensor& whole, int64_t first) const {
+  const int64_t begin = std::max(first, first_needed());
+  return whole.narrow(kTokens, begin - first, whole.size(kTokens) - (begin - first));
 }
 
 // Returns the first of the earlier tokens to which the next token attends.
@@ -140,7 +156,7 @@ void LayerCache::put_away() {
 
 void LayerCache::put_away(Side& side) {
   if (!side.whole.defined()) return;
-  const int64_t start = side.first * chunk_tokens_, complete = tokens_ / chunk_tokens_;
+  const int64_t start = side.whole_first, complete = tokens_ / chunk_tokens_;
   int64_t at = side.first + static_cast<int64_t>(side.chunks.size());
   if (!keeps_past_) {
     drop_passed(side);
@@ -167,15 +183,16 @@ bool LayerCache::settle() {
 
 std::unique_ptr<Parked> LayerCache::park(const at::Tensor& chunk) const {
   if (!is_quantized(rest_)) return std::make_unique<Parked>(shelf_, chunk.view(-1));
-  const device::Device& computes = shelf_->computes();
+  const device::Device* const where = shelf_->computes().is_host() ? nullptr : &shelf_->computes();
   const std::optional<Dtype> dtype = device::find_dtype(chunk.scalar_type());
   if (!dtype) {
     throw ConfigError(concat("[activations::LayerCache] tokens of the dtype ",
                              c10::toString(chunk.scalar_type()), " cannot be quantized"));
   }
-  const at::Tensor codes = at::empty({buffer_bytes(rest_, chunk.numel())},
-                                     at::TensorOptions(at::kByte).device(computes.where()));
-  device::recode(address(codes, computes), rest_, address(chunk, computes), *dtype, chunk.numel());
+  const at::Tensor codes =
+      at::empty({buffer_bytes(rest_, chunk.numel())}, chunk.options().dtype(at::kByte));
+  device::recode(device::address_of(codes, where), rest_, device::address_of(chunk, where), *dtype,
+                 chunk.numel());
   return std::make_unique<Parked>(shelf_, codes);
 }
 
@@ -183,10 +200,10 @@ std::unique_ptr<Parked> LayerCache::park(const at::Tensor& chunk) const {
 at::Tensor LayerCache::chunk(Side& side, size_t at) {
   const at::Tensor values = side.chunks[at]->values();
   if (!is_quantized(rest_)) return values.view(side.shape);
-  const device::Device& computes = shelf_->computes();
+  const device::Device* const where = shelf_->computes().is_host() ? nullptr : &shelf_->computes();
   const at::Tensor decoded = at::empty(side.shape, options_);
-  device::recode(address(decoded, computes), *device::find_dtype(decoded.scalar_type()),
-                 address(values, computes), rest_, decoded.numel());
+  device::recode(device::address_of(decoded, where), *device::find_dtype(decoded.scalar_type()),
+                 device::address_of(values, where), rest_, decoded.numel());
   return decoded;
 }
 
@@ -202,31 +219,92 @@ void LayerCache::release() {
   }
 }
 
-void LayerCache::select(const at::Tensor& sequences) {
+// Changes all chunks. An error leaves some of them unchanged, so the tokens are of no use.
+template <class Change>
+void LayerCache::change(const Change& edit) {
   const at::NoGradGuard no_grad;
+  put_away();
+  try {
+    for (Side* const side : {&keys_, &values_}) edit(*side);
+    while (!settle()) {  // waits, because all chunks together may not fit into memory
+    }
+  } catch (...) {
+    clear();
+    broken_ = true;
+    throw;
+  }
+}
+
+void LayerCache::select(const at::Tensor& sequences) {
   put_away();
   if (tokens_ == 0) return;
   const at::Tensor chosen = sequences.to(options_.device());
-  for (Side* const side : {&keys_, &values_}) {
-    for (size_t at = 0; at < side->chunks.size(); ++at) {
-      const at::Tensor old = chunk(*side, at);
-      const at::Tensor selected = old.index_select(0, chosen);
-      side->chunks[at]->release();
-      side->chunks[at] = park(selected);
-    }
-    if (side->tail.defined()) side->tail = side->tail.index_select(0, chosen);
-    side->shape[0] = chosen.numel();
-  }
+  // With more sequences, chunks have fewer tokens.
+  const int64_t token_bytes = keys_.shape[1] * keys_.shape[3] * chosen.numel() *
+                              static_cast<int64_t>(options_.dtype().itemsize());
+  const int64_t chunk_tokens = std::min(chunk_tokens_, tokens_of_chunk(token_bytes));
+  change([&](Side& side) { select_in(side, chosen, chunk_tokens); });
+  chunk_tokens_ = chunk_tokens;
   batch_ = chosen.numel();
-  while (!settle()) {  // waits, because all chunks together may not fit into memory
+}
+
+void LayerCache::select_in(Side& side, const at::Tensor& chosen, int64_t chunk_tokens) {
+  std::vector<std::unique_ptr<Parked>> chunks;
+  const auto split = [&](const at::Tensor& tokens) {
+    int64_t at = 0;
+    for (; at + chunk_tokens <= tokens.size(kTokens); at += chunk_tokens) {
+      chunks.push_back(park(tokens.narrow(kTokens, at, chunk_tokens).contiguous()));
+      chunks.back()->settle();
+    }
+    return at < tokens.size(kTokens) ? tokens.narrow(kTokens, at, tokens.size(kTokens) - at).clone()
+                                     : at::Tensor();
+  };
+  for (size_t at = 0; at < side.chunks.size(); ++at) {
+    split(chunk(side, at).index_select(0, chosen));
+    side.chunks[at].reset();
   }
+  if (side.tail.defined()) side.tail = split(side.tail.index_select(0, chosen));
+  side.first *= chunk_tokens_ / chunk_tokens;
+  side.chunks = std::move(chunks);
+  side.shape[0] = chosen.numel();
+  side.shape[kTokens] = chunk_tokens;
+}
+
+void LayerCache::copy(LayerCache& other) {
+  const at::NoGradGuard no_grad;
+  other.put_away();
+  clear();
+  tokens_ = other.tokens_;
+  batch_ = other.batch_;
+  chunk_tokens_ = other.chunk_tokens_;
+  options_ = other.options_;
+  keeps_past_ = other.keeps_past_;
+  broken_ = other.broken_;
+  change([&](Side& side) {
+    Side& from = &side == &keys_ ? other.keys_ : other.values_;
+    side.first = from.first;
+    side.shape = from.shape;
+    if (from.tail.defined()) side.tail = from.tail.clone();
+    for (size_t at = 0; at < from.chunks.size(); ++at) {
+      side.chunks.push_back(park(other.chunk(from, at)));
+      from.chunks[at]->release();
+      side.chunks.back()->settle();
+    }
+  });
 }
 
 void LayerCache::remove_last(int64_t tokens) {
   const at::NoGradGuard no_grad;
   put_away();
   if (tokens >= tokens_) return clear();
+  const int64_t before = tokens_;
   tokens_ -= std::max<int64_t>(0, tokens);
+  if (first_needed() < keys_.first * chunk_tokens_) {
+    tokens_ = before;
+    throw RuntimeFault(concat("[activations::LayerCache] ", tokens, " of ", before,
+                              " tokens cannot be removed, because the window of ", window_,
+                              " tokens has passed some that would be needed again"));
+  }
   const int64_t rest = tokens_ % chunk_tokens_;
   for (Side* const side : {&keys_, &values_}) {
     const auto complete = static_cast<size_t>(tokens_ / chunk_tokens_ - side->first);
@@ -241,6 +319,7 @@ void LayerCache::remove_last(int64_t tokens) {
 void LayerCache::clear() {
   for (Side* const side : {&keys_, &values_}) *side = {};
   tokens_ = batch_ = 0;
+  broken_ = false;
 }
 
 void LayerCache::close() {
@@ -254,6 +333,7 @@ LayerCaches::LayerCaches(const Placement& rest, const device::Device& computes)
 void LayerCaches::open_disk(const mem::DiskOptions& options) { shelf_->open_disk(options); }
 
 std::shared_ptr<LayerCache> LayerCaches::make(int64_t window) {
+  if (closed_) fail_closed();
   std::erase_if(made_, [](const std::weak_ptr<LayerCache>& one) { return one.expired(); });
   auto cache = std::make_shared<LayerCache>(shelf_, rest_, window);
   made_.push_back(cache);
@@ -299,6 +379,7 @@ void LayerCaches::put_away_rest(int unit) {
 }
 
 void LayerCaches::close() {
+  closed_ = true;
   for (const std::weak_ptr<LayerCache>& one : std::exchange(made_, {})) {
     if (const std::shared_ptr<LayerCache> cache = one.lock()) cache->close();
   }

@@ -53,14 +53,18 @@ class PENSTOCK_API LayerCache {
   void bring();
   void release();
 
-  // Replaces the sequences by those with these indices, which may repeat: int64, [new batch].
+  // Replaces the sequences by those with these indices, which may repeat: int64, [new batch]. After
+  // an error, add() throws.
   void select(const at::Tensor& sequences);
+  // Throws RuntimeFault if the next token would attend to tokens that have left the window.
   void remove_last(int64_t tokens);
   // From now on, tokens leave the window only in remove_last(), which can then remove all tokens
   // that were added after its last call.
   void keep_past() { keeps_past_ = true; }
   void clear();
   void close();  // clear(), and makes later calls of add() throw
+  // Takes the tokens of another cache with the same window. After an error, add() throws.
+  void copy(LayerCache& other);
 
  private:
   struct Side {  // keys or values
@@ -68,11 +72,16 @@ class PENSTOCK_API LayerCache {
     int64_t first = 0;           // number of chunks that left the window
     at::Tensor tail;             // tokens after the last complete chunk
     at::Tensor whole;            // all these tokens, from add() to put_away()
+    int64_t whole_first = 0;     // the first token in `whole`
     std::vector<int64_t> shape;  // of one chunk
   };
 
   void check(const Pair& made) const;
   at::Tensor assemble(Side& side, const at::Tensor& made);
+  at::Tensor seen(const at::Tensor& whole, int64_t first) const;
+  void select_in(Side& side, const at::Tensor& chosen, int64_t chunk_tokens);
+  template <class Change>
+  void change(const Change& edit);
   void put_away(Side& side);
   void drop_passed(Side& side) const;
   int64_t first_needed() const;
@@ -86,6 +95,7 @@ class PENSTOCK_API LayerCache {
   at::TensorOptions options_;
   int64_t tokens_ = 0, batch_ = 0, chunk_tokens_ = 0;
   bool closed_ = false, keeps_past_ = false;
+  bool broken_ = false;  // an error cut a change short
 };
 
 // The caches of all layers of one engine. Only the model's thread may use this object.
@@ -96,7 +106,8 @@ class LayerCaches {
 
   // Call before make() if caches rest on disk.
   void open_disk(const mem::DiskOptions& options);
-  // The caller owns the cache, which may outlive this object. `window`: see LayerCache.
+  // The caller owns the cache, which may outlive this object. `window`: see LayerCache. Throws
+  // RuntimeFault after close().
   std::shared_ptr<LayerCache> make(int64_t window = 0);
   // Adds tokens that unit number `unit` computes. put_away(unit) must follow.
   LayerCache::Pair add(int unit, const std::shared_ptr<LayerCache>& cache,
@@ -117,6 +128,7 @@ class LayerCaches {
   Caches made_;
   std::unordered_map<int, Caches> used_, adding_;  // by unit: in its last forward, in this forward
   Caches writing_;
+  bool closed_ = false;
 };
 
 }  // namespace penstock::activations

@@ -6,6 +6,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -127,15 +128,65 @@ TEST_P(LayerCachesTest, MemoryIsThatOfOneForward) {
 
 TEST_P(LayerCachesTest, ForwardsWithoutTheCacheBringNothing) {
   const auto cache = caches_.make();
-  forward(cache, tokens(1024));
+  std::vector<Pair> added = {tokens(1024)};
+  forward(cache, added[0]);
   caches_.bring(kUnit);
   caches_.put_away(kUnit);  // no tokens were added
-  caches_.bring(kUnit);     // so nothing comes for the next forward
   const int64_t without = caches_.shelf().live_bytes();
-  std::vector<Pair> none;
-  caches_.put_away(kUnit);
+  caches_.bring(kUnit);  // so nothing comes for the next forward
   EXPECT_EQ(caches_.shelf().live_bytes(), without);
-  EXPECT_EQ(forward(cache, tokens(1)).keys.size(2), 1025);
+  caches_.put_away(kUnit);
+  added.push_back(tokens(1));
+  expect_equal(forward(cache, added.back()), added);
+}
+
+// What was brought for another cache is freed only after its transfers.
+TEST_P(LayerCachesTest, CachesComeInTurn) {
+  const std::vector<std::shared_ptr<LayerCache>> made = {caches_.make(), caches_.make()};
+  std::vector<std::vector<Pair>> added(2);
+  for (int turn = 0; turn < 20; ++turn) {
+    const size_t which = turn % 3 == 1 ? 1 : 0;
+    caches_.bring(kUnit);
+    if (turn % 5 == 4) caches_.put_away(kUnit);  // a forward without a cache
+    added[which].push_back(tokens(200 + turn));
+    expect_equal(forward(made[which], added[which].back()), added[which]);
+  }
+}
+
+TEST_P(LayerCachesTest, CopiesHaveTheirOwnTokens) {
+  for (const int64_t window : {0, 300}) {
+    const auto cache = caches_.make(window), other = caches_.make(window);
+    const Pair made = tokens(777), one = tokens(1), two = tokens(2);
+    forward(cache, made);
+    other->copy(*cache);
+    EXPECT_EQ(other->tokens(), 777);
+    const int64_t seen = window == 0 ? 777 : window - 1;
+    const Pair kept = {made.keys.narrow(2, 777 - seen, seen),
+                       made.values.narrow(2, 777 - seen, seen)};
+    expect_equal(forward(cache, one), {kept, one});
+    cache->clear();
+    expect_equal(forward(other, two), {kept, two});
+  }
+}
+
+TEST_P(LayerCachesTest, MoreSequencesHaveSmallerChunks) {
+  const auto cache = caches_.make();
+  const Pair made = tokens(777, 1), more = tokens(1, 300);
+  forward(cache, made);
+  cache->select(at::zeros({300}, at::kLong));
+  expect_equal(forward(cache, more),
+               {{made.keys.repeat({300, 1, 1, 1}), made.values.repeat({300, 1, 1, 1})}, more});
+  cache->remove_last(300);
+  expect_equal(forward(cache, more), {{made.keys.narrow(2, 0, 478).repeat({300, 1, 1, 1}),
+                                       made.values.narrow(2, 0, 478).repeat({300, 1, 1, 1})},
+                                      more});
+}
+
+TEST_P(LayerCachesTest, TokensThatLeftTheWindowDoNotComeBack) {
+  const auto cache = caches_.make(100);
+  forward(cache, tokens(900));
+  EXPECT_THROW(cache->remove_last(400), RuntimeFault);
+  EXPECT_EQ(cache->tokens(), 900);
 }
 
 TEST_P(LayerCachesTest, SelectsSequences) {
@@ -212,6 +263,7 @@ TEST_P(LayerCachesTest, ClosedCachesSaySo) {
   const Pair first = caches_.add(kUnit, cache, tokens(900));
   const at::Tensor kept = first.keys.clone();
   caches_.close();
+  EXPECT_THROW(caches_.make(), RuntimeFault);
   EXPECT_TRUE(at::equal(first.keys, kept)) << "the tensor of add() outlives the cache";
   try {
     cache->add(tokens(1));

@@ -68,11 +68,16 @@ Parked::Parked(std::shared_ptr<Shelf> shelf, const at::Tensor& values)
     extents_ = shelf_->extents_;
     offset_ = extents_->take(bytes_);
   }
-  if (shelf_->stream_) {
-    copied_.emplace(shelf_->copy(content(), values));
-  } else {
-    content().copy_(values);
-    write();
+  try {
+    if (shelf_->stream_) {
+      copied_.emplace(shelf_->copy(content(), values));
+    } else {
+      content().copy_(values);
+      write();
+    }
+  } catch (...) {
+    if (offset_ >= 0) extents_->give_back(offset_, bytes_);
+    throw;
   }
 }
 
@@ -98,11 +103,7 @@ Parked::~Parked() {
 
 void Parked::bring() {
   wanted_ = true;
-  if (shelf_->stream_ && offset_ < 0 && !back_.defined()) {  // in host memory or being copied there
-    const at::NoGradGuard no_grad;
-    back_ = at::empty({numel_}, at::TensorOptions(dtype_).device(shelf_->device_.where()));
-    came_.emplace(shelf_->copy(back_, content()));
-  }
+  if (offset_ < 0) copy_back();  // the values are in host memory or being copied there
   if (memory_ || offset_ < 0) return;
   memory_ = shelf_->arena_.take(bytes_, mem::Account::kAct);
   moving_ = extents_->disk().read(offset_, memory_.data().host(), bytes_);
@@ -111,11 +112,24 @@ void Parked::bring() {
 at::Tensor Parked::values() {
   bring();
   arrive();
+  copy_back();
   if (came_) came_->block(shelf_->device_.current());
   return back_.defined() ? back_ : content();
 }
 
+// With a device, starts to copy the values from host memory.
+void Parked::copy_back() {
+  if (!shelf_->stream_ || back_.defined()) return;
+  const at::NoGradGuard no_grad;
+  back_ = at::empty({numel_}, at::TensorOptions(dtype_).device(shelf_->device_.where()));
+  came_.emplace(shelf_->copy(back_, content()));
+}
+
 void Parked::release() {
+  if (!wanted_) return;
+  arrive();
+  // Host memory is given back in the order of this thread's stream.
+  if (came_) came_->block(shelf_->device_.current());
   wanted_ = false;
   back_.reset();
   came_.reset();

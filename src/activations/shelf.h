@@ -65,7 +65,8 @@ class Parked {
   // Waits for the values, and returns them where the model computes. The tensor must not be used
   // after release(). Throws RuntimeFault for I/O errors.
   at::Tensor values();
-  // Frees what bring() took. The values stay on the shelf.
+  // Frees what bring() took, after transfers in flight. The values stay on the shelf. Throws
+  // RuntimeFault for I/O errors.
   void release();
   // Frees the memory of values that were written to the disk, and starts the write of values that
   // have arrived in host memory. Returns whether nothing is left to do.
@@ -73,6 +74,7 @@ class Parked {
 
  private:
   at::Tensor content() const;
+  void copy_back();
   void write();
   void leave();
   void arrive();

@@ -164,11 +164,6 @@ void Executor::move_cache(const PlannedStep& planned) {
   }
 }
 
-void Executor::discard() {
-  updates_.discard();
-  gradients_.discard();
-}
-
 void Executor::drain(bool last) {
   // A lane is ordered, so an empty task ends after all work that was submitted before it.
   const std::array<device::Fence, 3> ends = {
@@ -231,6 +226,11 @@ bool divides_model(const Executor& executor) {
     return std::any_of(unit.flats.begin(), unit.flats.end(),
                        [](const Flat& flat) { return flat.placement.is_sharded(); });
   });
+}
+
+void discard(Executor& executor) {
+  executor.updates().discard();
+  executor.gradients().discard();
 }
 
 void take_every_edit(Executor& executor) {

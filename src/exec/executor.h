@@ -43,9 +43,6 @@ class Executor {
   activations::Activations& activations() { return activations_; }
   activations::LayerCaches& caches() { return caches_; }
 
-  // Discards the accumulation window: its gradients, and the optimizer state that was read for its
-  // update.
-  void discard();
   // [all ranks] Returns each rank's payload, in rank order. If `in_stage` is set, only the ranks of
   // this pipeline stage exchange payloads.
   std::vector<std::string> share(const std::string& label, const std::string& payload,
@@ -88,6 +85,9 @@ class Executor {
 // Returns whether ranks hold different parts of the model: parts of parameters, or stages. The
 // result is the same on all ranks.
 bool divides_model(const Executor& executor);
+// Discards the accumulation window: its gradients, and the optimizer state that was read for its
+// update.
+void discard(Executor& executor);
 // Copies user edits to the masters of all units, as the next update would.
 void take_every_edit(Executor& executor);
 // [stage] For a table with deltas ([Note: Deltas]): publishes the parameters themselves, not their

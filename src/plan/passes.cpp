@@ -103,12 +103,12 @@ Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
 }
 
 // Returns whether the move brings saved inputs to a backward, or cached tokens to a forward.
-bool brings_activations(const Step& step) {
+bool brings_inputs(const Step& step) {
   return (is_move(step, Role::kAct) || is_move(step, Role::kCache)) &&
          step.moves.front().kind == MoveKind::kCopy && step.moves.front().from != Tier::kDevice;
 }
 
-// A move that brings activations starts before the preceding unit computes.
+// A move that brings inputs starts before the preceding unit computes.
 Position before_the_unit_above(std::vector<Step>& steps, const Step& move) {
   const Op pass = move.role == Role::kAct ? Op::kBackward : Op::kForward;
   auto at = steps.end();
@@ -147,7 +147,7 @@ Plan read_ahead(const Plan& plan) {
     auto at = steps.end();
     if (is_read(step)) {
       at = before_the_update_above(steps, step);
-    } else if (brings_activations(step)) {
+    } else if (brings_inputs(step)) {
       at = before_the_unit_above(steps, step);
     }
     steps.insert(at, step);

@@ -83,7 +83,7 @@ void StepWriter::exchange(int unit, const std::vector<LayerExchange>& exchanges)
 // and moves nothing.
 void StepWriter::move_cache(int unit, const Placement& from, const Placement& to) {
   const bool caches = model_.units[unit].block && (unit > 0 || num_units() == 1);
-  if (table_.moves_caches() && caches) move(unit, Role::kCache, from, to);
+  if (moves_caches(table_) && caches) move(unit, Role::kCache, from, to);
 }
 
 void StepWriter::move_inputs(int unit, Phase from, Phase to) {

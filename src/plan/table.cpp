@@ -59,13 +59,12 @@ const Placement& Table::at(Role role, Phase phase) const {
 void Table::set(Role role, Phase phase, const Placement& place) {
   cells_[static_cast<size_t>(role)][static_cast<size_t>(phase)] = place;
   keeps_residual_ |= role == Role::kResidual;
-  moves_caches_ |= role == Role::kCache;
   keeps_base_ |= role == Role::kParam && phase == Phase::kUpdate;
 }
 
 bool Table::has(Role role, Phase phase) const {
   if (role == Role::kResidual) return keeps_residual_;
-  if (role == Role::kCache) return moves_caches_;
+  if (role == Role::kCache) return moves_caches(*this);
   return !is_optional(role, phase) || keeps_base_;
 }
 
@@ -257,6 +256,10 @@ Table Table::parse(const std::string& text) {
   return table;
 }
 
+bool moves_caches(const Table& table) {
+  return table.at(Role::kCache, Phase::kRest).tier != Tier::kDevice;
+}
+
 bool joins_update(const Table& table, const Route& way) {
   return !table.keeps_base() && way.joins_update();
 }
@@ -327,8 +330,8 @@ Cells::Cells(const Table& table)
       act_hold(table.at(Role::kAct, Phase::kHold)),
       residual(table.keeps_residual() ? std::optional(table.at(Role::kResidual, Phase::kRest))
                                       : std::nullopt),
-      cache(table.moves_caches() ? std::optional(table.at(Role::kCache, Phase::kRest))
-                                 : std::nullopt),
+      cache(moves_caches(table) ? std::optional(table.at(Role::kCache, Phase::kRest))
+                                : std::nullopt),
       grads_on_disk(table.grads_wait_on_disk()),
       grads_in_chunks(table.grads_come_in_chunks()),
       publishes_chunks(table.publishes_chunks()),

@@ -56,9 +56,6 @@ class Table {
   // Returns whether parameters are published as deltas, except in exact steps ([Note: Deltas]). The
   // table then has the cell param.update.
   bool keeps_base() const { return keeps_base_; }
-  // Returns whether the keys and values of cached tokens are on another tier while their unit does
-  // not compute ([Note: Caches]). The table then has the cell cache.rest.
-  bool moves_caches() const { return moves_caches_; }
   // Returns the table with every cell normalized for this mesh (normalize()).
   Table on(const Mesh& mesh) const;
   // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
@@ -104,11 +101,14 @@ class Table {
 
  private:
   std::array<std::array<Placement, kNumPhases>, kNumRoles> cells_{};
-  bool keeps_residual_ = false, keeps_base_ = false, moves_caches_ = false;
+  bool keeps_residual_ = false, keeps_base_ = false;
 
   bool has(Role role, Phase phase) const;
 };
 
+// Returns whether the keys and values of cached tokens are on another tier while their unit does
+// not compute ([Note: Caches]). Only such a table has the cell cache.rest.
+bool moves_caches(const Table& table);
 // Returns whether the optimizer itself does the first pass of a publish that takes the route `way`.
 bool joins_update(const Table& table, const Route& way);
 // Returns whether optimizer state on disk can pass through memory in chunks. It can if one copy

@@ -13,6 +13,8 @@ import test_rest_in_files as rest_in_files
 import test_token_caches as token_caches
 import torch
 
+import penstock
+
 pytestmark = pytest.mark.timeout(480)
 CASES = [
     ("llama", "zero3", "resident"),
@@ -96,7 +98,6 @@ def caches_tokens(family: str, place: str, tier: str, path: str) -> dict[str, An
         ("llama", "P2", "host"),
         ("qwen3", "hpz", "disk"),
     ],
-    ids="-".join,
 )
 def test_cached_tokens_move(family, place, tier, device_pools, tmp_path):
     world = token_caches.PLACES[place][0]
@@ -104,6 +105,66 @@ def test_cached_tokens_move(family, place, tier, device_pools, tmp_path):
     for told in run(caches_tokens, family, place, tier, str(tmp_path), timeout=200):
         assert told["same"]
         assert told["memory"] > 0 and told["plan"] > 0, told
+
+
+def uses_caches(path: str, tier: str) -> dict[str, bool]:
+    on_device.schedule(9)
+    return token_caches.stories(path, tier, 1, on_device.device())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_ways_to_use_a_cache(tier, device_pools, tmp_path):
+    [told] = device_pools(1).run(uses_caches, str(tmp_path), tier, timeout=300)
+    assert [name for name, same in told.items() if not same] == []
+
+
+def rounds_tokens(path: str, dtype: str) -> Any:
+    on_device.schedule(11)
+    return token_caches.quantized(path, dtype, "disk", on_device.device())
+
+
+def test_quantized_tokens(device_pools, tmp_path):
+    [(error, plain, coded)] = device_pools(1).run(rounds_tokens, str(tmp_path), "int8")
+    assert 0 < error < 0.02 and plain["disk"] > 3.6 * coded["disk"]
+
+
+def reference_model(dtype: str) -> dict[str, list[int]]:
+    """Bytes on the device between the uses of a reference model, above those before it."""
+    on_device.schedule(4)
+    device = on_device.device()
+
+    def allocated() -> int:
+        torch.accelerator.synchronize()
+        return int(torch.accelerator.memory_allocated())
+
+    before = allocated()
+    model = inference.hf.build("llama").to(device)
+    buffers = sum(one.nbytes for one in model.buffers())
+    engine = penstock.initialize(
+        model,
+        {
+            "inference": True,
+            "strategy": "zero3",
+            "offload": {"params": "host"},
+            "quantize": {"dtype": dtype},
+        },
+    )
+    between = []
+    for _ in range(3):
+        between.append(allocated() - before - buffers)
+        ids = inference.prompts().to(device)
+        with torch.no_grad():
+            sum(engine(input_ids=ids).logits.float().mean() for _ in range(2))
+        del ids
+    engine.close(gather=False)
+    return {"between": between}
+
+
+@pytest.mark.parametrize("dtype", ["none", "int8"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_reference_model_on_the_host_takes_no_device_memory(dtype, world, device_pools):
+    for told in device_pools(world).run(reference_model, dtype, timeout=200):
+        assert max(told["between"]) <= 4096, told  # torch rounds the buffers up
 
 
 def trained(place: str, path: str, mode: str) -> list[torch.Tensor]:

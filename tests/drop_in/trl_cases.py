@@ -54,6 +54,17 @@ CASES |= {
     }
     for name in ("grpo", "grpo-lora", "rloo")
 }
+# Settings of Penstock: the parameters of policy and reference model rest in host memory.
+SECTION = {"offload": {"params": "host"}, "prefetch_bytes": "1MiB"}
+CASES |= {
+    f"zero3-{name}-section": {
+        **VARIANTS[name],
+        "stage": 3,
+        "section": SECTION,
+        "as": f"plain-{name}",
+    }
+    for name in ("dpo", "grpo")
+}
 CASES |= {
     f"zero{stage}-{name}-saves": {
         **VARIANTS[name],
@@ -67,6 +78,7 @@ _SAMPLE = [
     *("zero3-sft-lora", "zero3-sft-packing", "zero2-dpo", "zero3-dpo-saves"),
     *("zero3-dpo-precompute", "zero3-offload-kto", "zero2-offload-reward"),
     *("zero3-grpo", "zero3-grpo-lora-by-layer", "zero3-rloo-by-layer"),
+    *("zero3-dpo-section", "zero3-grpo-section"),
 ]
 
 

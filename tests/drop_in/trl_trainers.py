@@ -124,7 +124,8 @@ def _deepspeed(case: dict[str, Any]) -> dict[str, Any] | None:
     if case.get("offload"):
         sections = ("optimizer", "param") if case["stage"] == 3 else ("optimizer",)
         zero |= {f"offload_{one}": {"device": "cpu"} for one in sections}
-    return {
+    section = {"penstock": case["section"]} if "section" in case else {}
+    return section | {
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_accumulation_steps": "auto",

@@ -24,7 +24,7 @@ GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
 STORE_GROUP = "src/comm/store_group.cpp"
 MESSAGES = "src/parallel/tensor_messages.cpp"
 STAGE_LANES = "src/engine/mesh/stage_lanes.cpp"
-ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
+SHELF, SAVE = "src/activations/shelf.cpp", "src/ckpt/save.cpp"
 DEVICE_STEP = "src/optim/device_step.cpp"
 CORE = "python/src/core.cpp"
 NODES = "src/exec/between_nodes.cpp"
@@ -171,30 +171,30 @@ BESIDE_A_DEVICE = [
     ),
     Mutation(
         "saved inputs leave before they are computed",
-        ACTIVATIONS,
-        "    before.block(*stream);\n",
+        SHELF,
+        "  before.block(*stream_);\n",
         "",
         ON_ONE_RANK,
     ),
     Mutation(
         "saved inputs are let go while they leave",
-        ACTIVATIONS,
-        "    device.used_on((to.is_cpu() ? from : to).storage().data_ptr(), *stream);\n",
+        SHELF,
+        "  device_.used_on((to.is_cpu() ? from : to).storage().data_ptr(), *stream_);\n",
         "",
         ON_ONE_RANK,
     ),
     Mutation(
         "a unit is computed again before its inputs are back",
-        ACTIVATIONS,
-        "    if (came) came->block(store->device.current());\n    at::Tensor tensor",
-        "    at::Tensor tensor",
+        SHELF,
+        "  if (came_) came_->block(shelf_->device_.current());\n  return back_",
+        "  return back_",
         ON_ONE_RANK,
     ),
     Mutation(
         "saved inputs go to disk before they are in memory",
-        ACTIVATIONS,
-        "    copied->synchronize();\n    copied.reset();",
-        "    copied.reset();",
+        SHELF,
+        "  copied_->synchronize();\n  copied_.reset();",
+        "  copied_.reset();",
         ON_ONE_RANK,
     ),
     Mutation(

@@ -178,8 +178,15 @@ INFERENCE = [
     Mutation(
         "sequences of a cache are not selected on disk",
         "src/activations/layer_caches.cpp",
-        "      side->chunks[at] = park(selected);\n",
-        "      (void)selected;\n",
+        "    split(chunk(side, at).index_select(0, chosen));\n",
+        "    split(chunk(side, at));\n",
+        TOKENS,
+    ),
+    Mutation(
+        "memory of a transfer in flight is used again",
+        "src/activations/shelf.cpp",
+        "  if (!wanted_) return;\n  arrive();\n",
+        "  if (!wanted_) return;\n",
         TOKENS,
     ),
     Mutation(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from typing import Any
 
@@ -55,8 +57,9 @@ def prompts(batch: int = 2, length: int = PROMPT, rank: int = 0) -> torch.Tensor
 
 
 def text(model: Any, ids: torch.Tensor, new: int = NEW, **more: Any) -> torch.Tensor:
+    ids = ids.to(model.device)
     made: torch.Tensor = model.generate(
-        ids.to(next(iter(model.buffers()), ids).device),
+        ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new,
         min_new_tokens=new,
@@ -92,16 +95,16 @@ def generates(family: str, place: str, tier: str, folder: str, device: str = "cp
 
 def cases() -> list[Any]:
     made = []
-    for f, family in enumerate(inference.FAMILIES):
-        for p, place in enumerate(PLACES):
-            tier = ("host", "disk")[(f + p) % 2]
+    for family in inference.FAMILIES:
+        for place in PLACES:
+            tier = ("host", "disk")[len(made) // 7 % 2]
             made.append(pytest.param(family, place, tier, id=f"{family}-{place}-{tier}"))
     return made
 
 
 def pytest_generate_tests(metafunc):
     if "family" in metafunc.fixturenames:
-        chosen = cases() if metafunc.config.getoption("full") else cases()[::4]
+        chosen = cases() if metafunc.config.getoption("full") else cases()[::7]
         metafunc.parametrize(("family", "place", "tier"), chosen)
 
 
@@ -114,59 +117,76 @@ def test_generates(family, place, tier, pools, tmp_path):
             assert told["disk"] > 0, told
 
 
-def stories(folder: str, tier: str, world: int) -> dict[str, bool]:
-    plain, model = build("llama"), build("llama")
+# Name, sequences, new tokens, options of generate().
+WAYS: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("beams", 2, NEW, {"num_beams": 3}),
+    ("several sequences", 2, NEW, {"num_beams": 2, "num_return_sequences": 2}),
+    ("chunks of the prompt", 2, NEW, {"prefill_chunk_size": 200}),
+    ("lookup", 1, NEW, {"prompt_lookup_num_tokens": 3}),
+    ("no cache", 2, 2, {"use_cache": False}),
+]
+
+
+def stories(folder: str, tier: str, world: int, device: str = "cpu") -> dict[str, bool]:
+    plain, model = build("llama").to(device), build("llama").to(device)
     engine = start(model, folder, tier, inference=True, strategy="zero3" if world > 1 else "ddp")
     ids, told = prompts(), {}
 
-    def same(name: str, sequences: int = 2, **more: Any) -> None:
-        given = ids[:sequences]
-        told[name] = torch.equal(text(model, given, **more), text(plain, given, **more))
+    def given(*what: int) -> torch.Tensor:
+        return prompts(*what).to(device)
 
-    same("beams", num_beams=3)
-    same("several sequences", num_beams=2, num_return_sequences=2)
-    same("chunks of the prompt", prefill_chunk_size=200)
-    same("lookup", sequences=1, prompt_lookup_num_tokens=3)
-    told["no cache"] = torch.equal(
-        text(model, ids, 2, use_cache=False), text(plain, ids, 2, use_cache=False)
-    )
+    for name, sequences, new, options in WAYS:
+        texts = [text(one, ids[:sequences], new, **options) for one in (model, plain)]
+        told[name] = torch.equal(*texts)
     # One cache for several prompts: the common part is computed once, then repeated.
     made = []
     for one in (model, plain):
         cache = DynamicCache(config=one.config)
         with torch.no_grad():
-            one(input_ids=ids[:1], past_key_values=cache)
-        cache.batch_repeat_interleave(3)
+            one(input_ids=given()[:1], past_key_values=cache)
+        used = copy.deepcopy(cache)
+        used.batch_repeat_interleave(3)
         more = torch.cat([ids[:1].repeat(3, 1), prompts(3, 7)], dim=1)
-        made.append(text(one, more, past_key_values=cache))
-    told["repeated"] = torch.equal(*made)
-    # Two caches in turn, one of which begins without the engine.
+        made.append(text(one, more, past_key_values=used))
+        used.batch_select_indices(torch.tensor([-1, 0], device=device))
+        used.batch_select_indices(torch.tensor([False, True], device=device))
+        more = torch.cat([ids[:1], prompts(1, NEW + 7)], dim=1)
+        made.append(text(one, more, past_key_values=used))
+        made.append(text(one, torch.cat([ids[:1], prompts(1, 3)], dim=1), past_key_values=cache))
+    told["repeated"] = all(torch.equal(one, made[3 + i]) for i, one in enumerate(made[:3]))
+    # Caches in turn, one of which begins without the engine, and forwards without a cache.
     outputs = []
     for one in (model, plain):
         first, second = DynamicCache(), DynamicCache(config=one.config)
         logits = []
         with torch.no_grad():
-            plain(input_ids=ids, past_key_values=first)
-            for part in (prompts(2, 300, 1), prompts(2, 1, 2), prompts(2, 257, 3)):
+            plain(input_ids=given(), past_key_values=first)
+            for part in (given(2, 300, 1), given(2, 1, 2), given(2, 257, 3), given(2, 1, 4)):
                 for cache in (first, second):
                     logits.append(one(input_ids=part, past_key_values=cache).logits[:, -1])
+                    logits.append(one(input_ids=part, use_cache=False).logits[:, -1])
             first.crop(-400)
-            logits.append(one(input_ids=prompts(2, 3), past_key_values=first).logits[:, -1])
+            logits.append(one(input_ids=given(2, 3), past_key_values=first).logits[:, -1])
             second.reset()
-            logits.append(one(input_ids=prompts(4, 3), past_key_values=second).logits[:, -1])
+            logits.append(one(input_ids=given(4, 3), past_key_values=second).logits[:, -1])
         outputs.append(torch.cat(logits))
     told["in turn"] = torch.allclose(*outputs, atol=1e-5)
-    live = engine._core.recomputation.saved_bytes
-    told["no inputs"] = live == 0
+    told["moved"] = measured(engine)["memory"] > 0
+    # Without torch.no_grad(), nothing of an engine for inference needs a backward.
+    cache = DynamicCache()
+    model(input_ids=given(), past_key_values=cache)
+    told["without no_grad()"] = type(cache.layers[0]).__name__ == "MovedLayer"
+    told["copied models are plain"] = torch.equal(
+        text(copied(model, engine), ids, 2), text(plain, ids, 2)
+    )
     engine.close()
-    with torch.no_grad():
-        made = []
-        for one in (model, plain):
-            cache = DynamicCache()
-            one(input_ids=ids, past_key_values=cache)
-            made.append(text(one, ids))
-    told["after close()"] = torch.equal(*made)
+    told["after close()"] = torch.equal(text(model, ids), text(plain, ids))
     return told
+
+
+def copied(model: nn.Module, engine: Any) -> nn.Module:
+    with engine.gathered():
+        return copy.deepcopy(model)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -204,6 +224,50 @@ def test_sliding_windows(tier, window, layers, pools, tmp_path):
     assert pools(1).run(with_windows, str(tmp_path), tier, window, layers) == [True]
 
 
+def one_block(folder: str) -> list[bool]:
+    """A model whose only unit is the root; a model without units around its attention; compiled
+    blocks; a pipeline is in test_windows_in_stages."""
+    told = []
+    for layers, units in ((1, {}), (2, {"modules": ["LlamaMLP"]}), (2, {"compiled": True})):
+        models = [
+            hf.build(
+                "llama", vocab_size=67, max_position_embeddings=LENGTH, num_hidden_layers=layers
+            ).eval()
+            for _ in range(2)
+        ]
+        if units.pop("compiled", False):
+            for block in models[0].model.layers:
+                block.compile(backend="eager")
+        config = {"inference": True, "offload": {"cache": "host"}, "units": units}
+        engine = penstock.initialize(models[0], config | {"strategy": "ddp"})
+        texts = [text(one, prompts(), 5) for one in models]
+        told.append(torch.equal(*texts) and measured(engine)["memory"] > 0)
+        engine.close()
+    return told
+
+
+def test_other_units(pools, tmp_path):
+    assert pools(1).run(one_block, str(tmp_path)) == [[True] * 3]
+
+
+def windows_in_stages(folder: str) -> bool:
+    texts = []
+    for engine_runs in (True, False):
+        model = hf.build(
+            "mistral", vocab_size=67, max_position_embeddings=LENGTH, sliding_window=100
+        ).eval()
+        if engine_runs:
+            engine = start(model, folder, "disk", inference=True, mesh={"pipeline": 2})
+        texts.append(text(model, prompts()))
+        if engine_runs:
+            engine.close()
+    return torch.equal(*texts)
+
+
+def test_windows_in_stages(pools, tmp_path):
+    assert pools(2).run(windows_in_stages, str(tmp_path)) == [True, True]
+
+
 def with_encoder(folder: str) -> bool:
     plain, model = hf.build("t5").eval(), hf.build("t5").eval()
     engine = start(model, folder, "host", inference=True, strategy="ddp")
@@ -218,12 +282,14 @@ def test_decoders_of_encoders(pools, tmp_path):
     assert pools(1).run(with_encoder, str(tmp_path)) == [True]
 
 
-def quantized(folder: str, dtype: str, tier: str) -> tuple[float, dict[str, int], dict[str, int]]:
+def quantized(
+    folder: str, dtype: str, tier: str, device: str = "cpu"
+) -> tuple[float, dict[str, int], dict[str, int]]:
     """The largest error of the logits, relative to the largest of them, and the bytes without and
     with the key."""
-    ids, told, logits = prompts(16), [], []
+    ids, told, logits = prompts(16).to(device), [], []
     for key in ("none", dtype):
-        model = build("llama")
+        model = build("llama").to(device)
         engine = start(model, folder, tier, inference=True, quantize={"cache": key})
         cache = DynamicCache()
         with torch.no_grad():
@@ -254,6 +320,7 @@ def trained(folder: str, tier: str) -> list[Any]:
         for mode in ("resident", "stream") if tier != "none" else ():
             with engine.inference(mode):
                 text(model, prompts(), 2)
+            assert measured(engine)["memory"] > 0
         engine.backward(engine(**hf.batch("llama", step, dist.get_rank())).loss)
         engine.step()
     told = [one.cpu() for one in engine.state_dict(rank0_only=False).values()]
@@ -290,13 +357,18 @@ def errors(folder: str) -> dict[str, str]:
             model(input_ids=prompts(batch, 3), past_key_values=cache)
 
     error_of("given static", lambda: given(StaticCache(config=model.config, max_cache_len=9)))
-    cache = DynamicCache()
+    cache, early = DynamicCache(), DynamicCache()
+    error_of("no such token", lambda: model(torch.tensor([[10**6]]), past_key_values=early))
     given(cache)
+    error_of("offloading", lambda: given(DynamicCache(offloading=True)))
+    error_of("keys", lambda: cache.layers[0].keys)
+    error_of("pickled", lambda: pickle.dumps(cache))
     error_of("other batch", lambda: given(cache, 3))
     given(cache)
     told["tokens"] = str(cache.get_seq_length())
     engine.close()
     error_of("after close()", lambda: given(cache))
+    error_of("early, after close()", lambda: given(early))
     return told
 
 
@@ -306,6 +378,10 @@ def test_errors(pools, tmp_path):
     assert "of DynamicLayer that offloads by itself" in told["offloaded"]
     assert "StaticLayer" in told["given static"]
     assert "do not fit the 3 tokens of 2 sequences" in told["other batch"]
+    assert "offloads by itself" in told["offloading"]
+    assert "AttributeError" in told["keys"] and "only update() returns" in told["keys"]
+    assert "cannot be pickled" in told["pickled"]
+    assert told["tokens"] == "6"
     assert "close() of the engine has freed the cached tokens" in told["after close()"]
 
 

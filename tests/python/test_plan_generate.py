@@ -106,9 +106,10 @@ def test_a_cache_that_moves_by_hand(dtype, share, capsys):
         report, modes, _ = generate(capsys, SMALL, config=given)
         one, disk = modes["device", "bf16"], modes["disk", "bf16"]
         rest = math.ceil(whole * share)
-        # Two of four blocks have their tokens on the device.
-        assert one["memory"]["device"] == WEIGHTS + whole / 2
-        assert one["memory"][tier] == rest and disk["memory"]["device"] == WINDOW + whole / 2
+        # Two and a half of four blocks have their tokens on the device.
+        tokens = math.ceil(2.5 * whole / 4)
+        assert one["memory"]["device"] == WEIGHTS + tokens
+        assert one["memory"][tier] == rest and disk["memory"]["device"] == WINDOW + tokens
         assert one["memory"]["host"] == (rest if tier == "host" else math.ceil(rest / 2))
         links = {"device_host": rest} | ({"host_disk": rest} if tier == "disk" else {})
         assert one["reads"] == links
@@ -120,9 +121,34 @@ def test_a_cache_that_moves_by_hand(dtype, share, capsys):
         assert disk["step_s"] == pytest.approx(
             (disk["reads"]["host_disk"] + 2 * BLOCK) / 1e5 + rest / slowest / 4
         )
+        room = f"{tier}={rest}" if tier == "host" else f"device={WEIGHTS + tokens}"
+        _, modes, _ = generate(capsys, SMALL, "--budget", room, config=given)
+        assert modes["device", "bf16"]["most_batch"] == 2
         best = report["best"]
         assert best["offload"] == offload
         assert best.get("quantize") == config.get("quantize")
+
+
+def test_measured_products_count(capsys, tmp_path):
+    speeds = {"flops": 1e9, "device_memory": 3e8, "one_row": 1e8, "rows_16": 4e8, "attention": 1e7}
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(speeds))
+
+    def step(batch):
+        command = [*GPT, *LEAN, "--machine", str(path), "--json"]
+        _, out, _ = plan(capsys, *command, "--generate", f"batch={batch},new=4,prompt=8")
+        [one] = [m for m in json.loads(out)["modes"] if m["mode"]["tier"] == "device"]
+        return one["step_s"] - batch * 12 * CACHE / 1e7, one
+
+    one, sixteen = WEIGHTS / 1e8, 2 * NUMEL * 16 / 4e8
+    assert step(1)[0] == pytest.approx(one) and step(16)[0] == pytest.approx(sixteen)
+    assert step(4)[0] == pytest.approx((one * sixteen) ** 0.5)
+    assert step(1024)[0] == pytest.approx(2 * NUMEL * 1024 / 1e9)
+    assert step(1)[1]["longest"] == "compute" and step(1024)[1]["longest"] == "KV cache"
+    assert step(1)[1]["prefill_s"] == pytest.approx(
+        one * (sixteen / one) ** 0.75,
+        rel=1e-6,  # 8 rows
+    )
 
 
 def test_ranks_read_shards_and_gather_them(capsys):

@@ -7,7 +7,16 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.bench import arguments, compute, engines, links, memory, result, setting
+from penstock.bench import (
+    arguments,
+    compute,
+    engines,
+    generation,
+    links,
+    memory,
+    result,
+    setting,
+)
 from penstock.bench.rank_group import RankGroup, Spread
 from penstock.bench.setting import Setting
 
@@ -28,12 +37,13 @@ class Part:
 
 
 PARTS = (
-    Part("compute: forward and backward of a transformer block", 0.25, compute.flops),
+    Part("compute: forward and backward of a transformer block", 0.2, compute.flops),
     Part("links: all-gather and reduce-scatter of 8 MiB", 0.15, links.links),
     Part("copies between device and host", 0.1, memory.device_host),
     Part("memory: AdamW on 8.4M parameters", 0.15, engines.memory),
     Part("disk: AdamW with its state on disk", 0.2, engines.disk),
-    Part("overlap: matrix products while a thread copies", 0.15, compute.overlap),
+    Part("overlap: matrix products while a thread copies", 0.1, compute.overlap),
+    Part("generation: products with 1 and 16 rows, attention of one token", 0.1, generation.rows),
 )
 
 

@@ -24,6 +24,9 @@ FIELDS = {
     "host_memory": "bytes/s of host memory, for an optimizer on the CPU",
     "device_memory": "bytes/s of device memory, for an optimizer on the device",
     OVERLAP: "share of the time of copies and exchanges that does not slow down compute",
+    "one_row": "bytes/s of weights, in products with one row",
+    "rows_16": "FLOP/s of products with 16 rows",
+    "attention": "bytes/s of keys and values of 8 heads, to which one token attends",
 }
 
 

@@ -94,13 +94,14 @@ def table(spreads: Mapping[str, Spread]) -> str:
     """Returns the table: a line per field with median, quartiles, number of runs and meaning."""
     lines = [f"{'':<14}{'median':>15}{'half of runs':>18}{'runs':>6}  what it is"]
     for field, meaning in FIELDS.items():
-        told = meaning.removeprefix("FLOP/s of ").removeprefix("bytes/s ")
+        told = meaning.removeprefix("FLOP/s of ").removeprefix("bytes/s of ")
+        told = told.removeprefix("bytes/s ")
         if field not in spreads:
             lines.append(f"{field:<14}{'not measured':>15}{'':>24}  {told}")
             continue
         spread = spreads[field]
         by, letter = _scale(spread.median)
-        unit = letter + {"flops": "FLOP/s", OVERLAP: ""}.get(field, "B/s")
+        unit = letter + {"flops": "FLOP/s", "rows_16": "FLOP/s", OVERLAP: ""}.get(field, "B/s")
         median = f"{value(field, spread) / by:.3g} {unit:<7}"
         middle = f"{spread.low / by:.3g} to {spread.high / by:.3g}"
         lines.append(f"{field:<14}{median:>15}{middle:>18}{spread.runs:>6}  {told}")

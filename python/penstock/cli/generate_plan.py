@@ -1,12 +1,14 @@
 """Predicts the bytes and seconds of generation for each tier and dtype in which a model rests.
 
-A forward takes as long as the longest of these, plus the time to read its first unit:
+A forward takes as long as the longest of these, plus the time to read its first unit (measured
+computing adds up, and so does the share of the links' time that slows it down):
 
 - the bytes that it reads from host memory, from disk or from other ranks, over the slowest link;
-- 2 FLOPs per parameter and token;
+- 2 FLOPs per parameter and token, at the speed of products with so many rows, if `penstock bench`
+  measured it (then this includes the next item);
 - one read of all weights from device memory;
 - one read of the KV cache from device memory, or, if it rests on another tier, its way to the
-  device and three passes over device memory: it is written in one piece there, and then read.
+  device and two passes more over device memory: it is written there in one piece.
 
 So `prefetch_bytes` must let reads overlap computing. Every parameter counts as used by each token.
 Pure functions; the arguments that are named `mode` are one of modes().
@@ -27,6 +29,8 @@ CODE_BYTES = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
 TIERS = ("device", "host", "disk")
 # A gain below a twentieth is within the error of the prediction.
 _SURE_GAIN = 0.95
+# From so many rows on, products are about as fast as `flops` says.
+_MANY_ROWS = 512
 # The engine pads a unit by at most so many bytes: parameters to 64 bytes, and each of two flats
 # (quantized, other) to 512 bytes per rank.
 _PADDING, _RANK_PADDING = 4096, 2 * 512
@@ -41,6 +45,10 @@ class Machine(Protocol):
     device_host: float
     host_disk: float
     device_memory: float
+    one_row: float  # 0, like the next two, if it was not measured
+    rows_16: float
+    attention: float
+    overlap: float  # share of the time of links that does not slow down computing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,14 +244,15 @@ def _with_cache(request: Request, reads: Mapping[str, int], cached: int) -> dict
 
 
 def _cache_memory(question: Question) -> dict[str, int]:
-    """Returns the bytes of the KV cache in each tier. If it moves, the tokens of two blocks are on
-    the device: the one that computes, and the one that is brought."""
+    """Returns the bytes of the KV cache in each tier. If it moves, the tokens of two and a half
+    blocks are on the device: in one piece (keys, then values), as they came, and those of the next
+    block."""
     request = question.request
     whole = request.bytes_of_cache(request.length)
     if request.cache_tier == "device":
         return {"device": whole}
     blocks = max(1, len(question.units) - 1)
-    memory = {"device": math.ceil(2 * whole / blocks)}
+    memory = {"device": math.ceil(2.5 * whole / blocks)}
     rest = request.cache_at_rest(request.length)
     memory[request.cache_tier] = rest
     if request.cache_tier == "disk":
@@ -275,14 +284,51 @@ def _most_kept(question: Question, mode: Mode) -> int:
 
 
 def _most_batch(question: Question, mode: Mode) -> int | None:
-    """Returns the largest batch whose KV cache fits the device if nothing is kept by choice."""
-    limit, cache = question.limits.get("device"), question.request.cache_bytes
-    if limit is None or not cache:
+    """Returns the largest batch whose KV cache fits if nothing is kept by choice."""
+    if not question.request.cache_bytes:
         return None
     streamed = _streamed(question, question.request.keep_bytes or 0)
-    left = limit - _memory(question, mode, streamed)["device"]
-    one = _cache_memory(question.with_batch(1))["device"]
-    return max(0, left // one)
+    memory, one = _memory(question, mode, streamed), _cache_memory(question.with_batch(1))
+    fits = [
+        max(0, limit - memory[tier]) // one[tier]
+        for tier, limit in question.limits.items()
+        if one.get(tier)
+    ]
+    return min(fits, default=None)
+
+
+def products_s(question: Question, rows: int) -> float:
+    """Returns the seconds of the products of all weights with so many rows.
+
+    Seconds between the measured numbers of rows (1, 16, and `_MANY_ROWS` at the speed `flops`)
+    follow a power law.
+    """
+    machine, flops = question.machine, 2.0 * question.num_params
+    points = [(float(_MANY_ROWS), flops * _MANY_ROWS / machine.flops)]
+    if machine.rows_16:
+        points.insert(0, (16.0, flops * 16 / machine.rows_16))
+    if machine.one_row:
+        points.insert(0, (1.0, question.whole(question.units) / machine.one_row))
+    if len(points) < 2 or rows >= _MANY_ROWS:
+        return flops * rows / machine.flops
+    at = next(i for i in range(1, len(points)) if rows <= points[i][0])
+    (left, fast), (right, slow) = points[at - 1 : at + 1]
+    power = math.log(slow / fast) / math.log(right / left)
+    return float(fast * (rows / left) ** power)
+
+
+def _balanced_batch(question: Question, reading_s: float) -> int:
+    """Returns the smallest batch whose products take at least so many seconds."""
+    low, high = 0, 1
+    while products_s(question, high) < reading_s:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if products_s(question, middle) < reading_s:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def _longest(
@@ -293,16 +339,25 @@ def _longest(
     The forward computes `tokens` tokens of each sequence, with a KV cache of `cached` tokens.
     """
     request, machine = question.request, question.machine
-    passes = 1 if request.cache_tier == "device" else 3
+    cache = request.bytes_of_cache(cached)
+    moved = 0 if request.cache_tier == "device" else 2 * cache / machine.device_memory
     parts = {
-        "compute": 2 * question.num_params * request.batch * tokens / machine.flops,
         "weights": question.whole(question.units) / machine.device_memory,
-        "KV cache": passes * request.bytes_of_cache(cached) / machine.device_memory,
+        "compute": products_s(question, request.batch * tokens),
+        "KV cache": cache / (machine.attention or machine.device_memory) + moved,
     }
-    for link, size in _with_cache(request, reads, cached).items():
-        parts[f"{link.replace('_', '-')} link"] = size / getattr(machine, link)
+    if machine.one_row:  # measured: what computes adds up
+        parts = {"compute": parts["compute"], "KV cache": parts["KV cache"] * (tokens == 1)}
+    links = {
+        f"{link.replace('_', '-')} link": size / getattr(machine, link)
+        for link, size in _with_cache(request, reads, cached).items()
+    }
+    # On processors that also copy, copies slow down what computes.
+    together = sum(parts.values()) if machine.one_row else max(parts.values())
+    together += (1.0 - machine.overlap) * sum(links.values())
+    parts |= links
     longest = max(parts, key=lambda part: parts[part])
-    return parts[longest], longest
+    return max(parts[longest], together), longest
 
 
 def forecast(question: Question, mode: Mode) -> Forecast:
@@ -328,6 +383,7 @@ def forecast(question: Question, mode: Mode) -> Forecast:
     fill += first / max(1, len(question.units) - 1)
     prefill, _ = _longest(question, reads, request.prompt, request.prompt)
     step, longest = _longest(question, reads, 1, request.length)
+    fill *= machine.overlap  # else the first unit's time is part of the sum already
     prefill, step = prefill + fill, step + fill
     whole = prefill + (request.new - 1) * step  # the prefill gives the first token
     weights = question.whole(question.units) / machine.device_memory
@@ -343,7 +399,7 @@ def forecast(question: Question, mode: Mode) -> Forecast:
         prefill_s=prefill,
         longest=longest,
         tokens_per_s=question.world * request.batch * request.new / whole,
-        balanced_batch=math.ceil(reading * machine.flops / (2 * question.num_params)),
+        balanced_batch=_balanced_batch(question, reading),
         most_batch=_most_batch(question, mode),
     )
 

@@ -514,7 +514,10 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
         recomputed = any(unit.recomputed for unit in units)
         if not core.needs_unit_events and not recomputed:
             return
-        caches = MovedCaches(core.token_caches) if core.token_caches.moves else None
+        caches = None
+        if core.token_caches.moves:
+            caches = MovedCaches(core.token_caches, self.config.inference)
+            self._installed.append(caches.watch(self.module))
         module_tree.refuse_compiled(self.module, self.config, recomputed, caches is not None)
         modules = {}
         for index, unit in enumerate(units):

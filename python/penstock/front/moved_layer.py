@@ -8,10 +8,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 
-class MovedLayer(CacheLayerMixin):
+class MovedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """A layer like DynamicLayer, whose tokens rest in an engine.
 
-    `keys` and `values` are None: only update() returns them.
+    There are no attributes `keys` and `values`: update() alone returns them. A copy
+    (`copy.deepcopy()`) has its own tokens.
 
     Args:
         caches: `core.token_caches`.
@@ -23,14 +24,33 @@ class MovedLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, caches: Any, window: int = 0, passed: int = 0) -> None:
-        super().__init__()
+        self.is_initialized = False
         self._caches, self._tokens, self._passed = caches, caches.make(window), passed
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f'"offload.cache" keeps the tokens of this cache in the engine, so its layers have no '
+            f'"{name}"; only update() returns keys and values'
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MovedLayer:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made._tokens = self._caches.make(getattr(self, "sliding_window", 0))
+        made._tokens.copy(self._tokens)
+        memo[id(self)] = made
+        return made
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            'a cache whose tokens "offload.cache" keeps in the engine cannot be pickled'
+        )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,12 +90,11 @@ class MovedLayer(CacheLayerMixin):
         self._tokens.select(torch.arange(self._tokens.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self._tokens.select(chosen.to(torch.int64))
+        self._tokens.select(torch.arange(self._tokens.batch)[indices])
 
 
-class MovedWindow(MovedLayer):
-    """The same like DynamicSlidingWindowLayer."""
+class MovedWindow(MovedLayer):  # type: ignore[no-untyped-call]
+    """A layer like DynamicSlidingWindowLayer, whose tokens rest in an engine."""
 
     is_sliding = True
 
@@ -110,9 +129,11 @@ def moved(layer: Any, caches: Any) -> MovedLayer:
     if tokens > 0:
         count = layer.keys.shape[-2]
     window = getattr(layer, "sliding_window", None)
-    made = MovedLayer(caches) if window is None else MovedWindow(caches, window, tokens - count)
-    if getattr(layer, "record_past", False):
-        made.activate_past_recording()
+    made = MovedLayer(caches)
+    if window is not None:
+        made = MovedWindow(caches, window, tokens - count)
+        if layer.record_past:
+            made.activate_past_recording()
     if count > 0:
         made.update(layer.keys, layer.values)
     return made

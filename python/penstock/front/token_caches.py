@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock._native import ConfigError
+from penstock.front import module_tree
+from penstock.front.forward_guard import Forward, Hook
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -25,29 +28,40 @@ class MovedCaches:
 
     Args:
         caches: `core.token_caches`, which moves tokens.
+        inference: whether no forward of the engine has a backward.
 
     Raises:
         ConfigError: if no model of transformers can exist, so that the key has no effect.
     """
 
-    def __init__(self, caches: Any) -> None:
+    def __init__(self, caches: Any, inference: bool) -> None:
         if "transformers" not in sys.modules:
             raise ConfigError(
                 '[front::initialize] "offload.cache" moves the tokens that the caches of '
                 "transformers hold, but this process has not imported transformers. Leave the key "
                 "out"
             )
-        self._caches = caches
+        self._caches, self._inference = caches, inference
+        self._seen = weakref.WeakKeyDictionary[Any, int]()  # cache -> number of its layers
 
     def watch(self, module: torch.nn.Module) -> Any:
-        """Returns the handle of a hook on a block. Its remove() ends the watch."""
-        plain = torch.nn.Module
-        return plain.register_forward_pre_hook(module, self._look, prepend=True, with_kwargs=True)
+        """Watches a block, or the model. remove() of the result ends this."""
+        if module_tree.is_compiled_in_place(module):
+            return Forward(module, self._around)
+        plain, look = torch.nn.Module, Hook(module, self._look)
+        return plain.register_forward_pre_hook(module, look, prepend=True, with_kwargs=True)
 
-    def _look(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            for cache in _caches_in((*args, *kwargs.values())):
+    def _around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._look(args, kwargs)
+        return forward(*args, **kwargs)
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._inference:
+            return
+        for cache in _caches_in((*args, *kwargs.values())):
+            if self._seen.get(cache) != len(cache.layers):
                 self.take_over(cache)
+                self._seen[cache] = len(cache.layers)
 
     def take_over(self, cache: Cache) -> None:
         """Makes the layers of a cache use the engine's tier, with the tokens that they have.
@@ -59,15 +73,16 @@ class MovedCaches:
 
         from penstock.front import moved_layer  # noqa: PLC0415
 
-        if cache.layer_class_to_replicate is kinds.DynamicLayer:
-            cache.layer_class_to_replicate = functools.partial(moved_layer.MovedLayer, self._caches)
+        if cache.layer_class_to_replicate is kinds.DynamicLayer and not cache.offloading:
+            make: Any = functools.partial(moved_layer.MovedLayer, self._caches)
+            cache.layer_class_to_replicate = make
         moves = (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer)
         for index, layer in enumerate(cache.layers):
             if type(layer) in moves and not cache.offloading:
                 cache.layers[index] = moved_layer.moved(layer, self._caches)
         some = any(isinstance(layer, moved_layer.MovedLayer) for layer in cache.layers)
-        if cache.layers and not some:
-            kind = type(cache.layers[0]).__name__
+        if cache.offloading or (cache.layers and not some):
+            kind = type(cache.layers[0]).__name__ if cache.layers else "DynamicLayer"
             raise ConfigError(
                 f'[front::forward] "offload.cache" moves the tokens of a DynamicCache, but the '
                 f"model got a {type(cache).__name__} of {kind}"

@@ -83,7 +83,7 @@ class _Recorder:
         layer = layers[layer_idx] if layer_idx < len(layers) else None
         held = getattr(layer, "keys", None)
         if held is None:  # a layer without tokens, or one whose tokens rest in the engine
-            earlier = 0 if layer is None else layer.get_seq_length()
+            earlier = 0 if layer is None else layer.get_mask_sizes(0)[0]
         else:
             earlier = 0 if held.ndim < 2 else held.shape[-2]
         return _longer(keys, earlier), _longer(values, earlier)

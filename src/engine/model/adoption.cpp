@@ -211,7 +211,7 @@ void Adoption::claim_here(const Config& config, const ModelDesc& model, bool ext
   if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {
     executor_.activations().open_disk(options);
   }
-  if (table.moves_caches() && table.at(Role::kCache, Phase::kRest).tier == Tier::kDisk) {
+  if (table.at(Role::kCache, Phase::kRest).tier == Tier::kDisk) {
     executor_.caches().open_disk(options);
   }
   check_moments(config, external_optimizer);

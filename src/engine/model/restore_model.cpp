@@ -63,7 +63,7 @@ std::string Core::State::Closing::drained(bool last) {
 
 void Core::State::Closing::discard() {
   try {
-    state.executor->discard();
+    exec::discard(*state.executor);
   } catch (const std::exception&) {
     // The error is ignored, because the gradients are discarded.
   }

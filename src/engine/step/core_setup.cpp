@@ -311,7 +311,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   connect(model_ranks, config, group, tiers.computes, *executor, blueprint);
   moves_params = executor->table().moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
-  unit_events = moves_params || table.moves_activations() || table.moves_caches();
+  unit_events = moves_params || table.moves_activations() || moves_caches(table);
   if (!tiers.computes.is_host()) stream = tiers.computes.current();
   if (local) outer.emplace(std::move(nodes), config.comm, *executor, tiers, group->rank());
   engine::Adoption adoption(*executor, tiers, group->rank(), outer ? outer->broadcasts() : nullptr);

@@ -293,7 +293,7 @@ void Core::State::drop_gradients() {
   if (std::exchange(raised, Raised::kNone) != Raised::kNone) driver->abandon();
   monitor->drop();
   border->hide_gradients();
-  executor->discard();
+  exec::discard(*executor);
   window->on(engine::Call::kDrop);
 }
 

@@ -5,7 +5,7 @@
 
 namespace penstock {
 
-bool TokenCaches::moves() const { return state_->executor->table().moves_caches(); }
+bool TokenCaches::moves() const { return moves_caches(state_->executor->table()); }
 
 std::shared_ptr<activations::LayerCache> TokenCaches::make(int64_t window) {
   return state_->executor->caches().make(window);

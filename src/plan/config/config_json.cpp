@@ -75,6 +75,20 @@ nlohmann::json json_of(const CommConfig& comm) {
           {"report_dir", comm.report_dir}};
 }
 
+nlohmann::json json_of(const OffloadConfig& offload) {
+  return {{"optimizer", offload.optimizer},
+          {"params", offload.params},
+          {"activations", offload.activations},
+          {"gradients", offload.gradients},
+          {"path", offload.path},
+          {"window_bytes", offload.window_bytes},
+          {"keep_bytes", offload.keep_bytes},
+          {"cache", offload.cache},
+          {"late_update", offload.late_update},
+          {"checksums", offload.checksums},
+          {"timeout_s", offload.timeout_s}};
+}
+
 Json json_of(const ParallelConfig& parallel) {
   Json styles = Json::object();
   for (const auto& [pattern, style] : parallel.rules) styles[pattern] = style;
@@ -111,17 +125,7 @@ std::string Config::json(int indent) const {
   out["mesh"] = {{"data", or_null(mesh.data, 0)}, {"tensor", mesh.tensor},
                  {"pipeline", mesh.pipeline},     {"sequence", mesh.sequence},
                  {"expert", mesh.expert},         {"node", mesh.node}};
-  out["offload"] = {{"optimizer", offload.optimizer},
-                    {"params", offload.params},
-                    {"activations", offload.activations},
-                    {"gradients", offload.gradients},
-                    {"path", offload.path},
-                    {"window_bytes", offload.window_bytes},
-                    {"keep_bytes", offload.keep_bytes},
-                    {"cache", offload.cache},
-                    {"late_update", offload.late_update},
-                    {"checksums", offload.checksums},
-                    {"timeout_s", offload.timeout_s}};
+  out["offload"] = json_of(offload);
   out["memory"] = {{"device_bytes", or_null(memory.device_bytes, -1)},
                    {"host_bytes", or_null(memory.host_bytes, -1)}};
   out["quantize"] = {

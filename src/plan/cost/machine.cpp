@@ -20,7 +20,7 @@ namespace penstock {
 
 namespace {
 
-constexpr std::array<std::pair<const char*, double Machine::*>, 8> kFields = {
+constexpr std::array<std::pair<const char*, double Machine::*>, 11> kFields = {
     {{"flops", &Machine::flops},
      {"local", &Machine::local},
      {"node", &Machine::node},
@@ -28,7 +28,10 @@ constexpr std::array<std::pair<const char*, double Machine::*>, 8> kFields = {
      {"host_disk", &Machine::host_disk},
      {"host_memory", &Machine::host_memory},
      {"device_memory", &Machine::device_memory},
-     {"overlap", &Machine::overlap}}};
+     {"overlap", &Machine::overlap},
+     {"one_row", &Machine::one_row},
+     {"rows_16", &Machine::rows_16},
+     {"attention", &Machine::attention}}};
 
 constexpr const char* kMake = "; `penstock bench` writes such a file";
 
