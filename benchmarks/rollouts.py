@@ -8,8 +8,10 @@ A Llama trains under zero3. In each round these take turns, on all ranks at once
 - "resident": the engine's model generates the same inside `inference("resident")`.
 - "enter and leave": `inference("resident")` around nothing.
 - "weights": a loop over `engine.weights()`, which yields copies.
-- "gather": an all-gather of the same bytes in one piece, by the back end "penstock".
-- "gather and copy": the same, and then a copy of all bytes.
+- "gather": an all-gather of the same bytes in one piece, by the back end "penstock", into memory
+  that was used before.
+- "gather, new": the same into new memory, as the context must do, which frees it at its end.
+- "gather and copy, new": the same, and then a copy of all bytes to new memory.
 
 The peak memory of one loop over weights(), above the memory before it, is measured at the end.
 """
@@ -85,7 +87,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     prompts = torch.randint(3, 8000, (options.batch, PROMPT))
     group = dist.new_group(backend="penstock")
     full = torch.zeros(size // options.ranks * options.ranks)
-    shard, copied = torch.ones(full.numel() // options.ranks), torch.empty_like(full)
+    shard = torch.ones(full.numel() // options.ranks)
 
     def generate(one: Any) -> torch.Tensor:
         made: torch.Tensor = one.generate(
@@ -102,10 +104,11 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         for _ in engine.weights(bucket_bytes=options.bucket_mib << 20):
             pass
 
-    def gather(copies: bool) -> None:
-        dist.all_gather_into_tensor(full, shard, group=group)
+    def gather(new: bool, copies: bool = False) -> None:
+        into = torch.empty_like(full) if new else full
+        dist.all_gather_into_tensor(into, shard, group=group)
         if copies:
-            copied.copy_(full)
+            into.clone()
 
     def unsharded() -> None:
         generate(plain)
@@ -116,7 +119,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         "enter and leave": lambda: resident(False),
         "weights": weights,
         "gather": lambda: gather(False),
-        "gather and copy": lambda: gather(True),
+        "gather, new": lambda: gather(True),
+        "gather and copy, new": lambda: gather(True, True),
     }
     seconds = interleave(actions, options.rounds, 1)
     before = resident_bytes()
@@ -137,12 +141,13 @@ def main() -> None:
     seconds = found["seconds"]
     print(f"{machine()}\n{found['bytes'] / 1e6:.0f} MB of parameters, {options.ranks} ranks")
     for name, each in seconds.items():
-        print(f"{name:18}{statistics.median(each):8.3f} s")
+        print(f"{name:22}{statistics.median(each):8.3f} s")
     for text, one, other in (
         ("speed of resident / unsharded", "unsharded", "resident"),
         ("enter and leave / gather", "enter and leave", "gather"),
-        ("speed of weights / gather", "gather", "weights"),
-        ("speed of weights / gather and copy", "gather and copy", "weights"),
+        ("enter and leave / gather, new", "enter and leave", "gather, new"),
+        ("speed of weights / gather, new", "gather, new", "weights"),
+        ("speed of weights / gather and copy, new", "gather and copy, new", "weights"),
     ):
         middle, low, high = ratio(seconds[one], seconds[other])
         print(f"{text}: {middle:.2f} ({low:.2f} to {high:.2f})")

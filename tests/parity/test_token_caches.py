@@ -30,7 +30,10 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "hpz": (4, {"strategy": "hpz", "mesh": {"node": 2}}),
     "T2": (2, {"strategy": "zero3", "mesh": {"tensor": 2}}),
     "P2": (2, {"inference": True, "strategy": "zero3", "mesh": {"pipeline": 2}}),
-    "P2T2": (4, {"strategy": "zero1", "mesh": {"pipeline": 2, "tensor": 2}}),
+    "P2T2": (
+        4,
+        {"strategy": "zero1", "mesh": {"pipeline": 2, "tensor": 2}, "batch": {"accumulate": 2}},
+    ),
 }
 
 

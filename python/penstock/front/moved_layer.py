@@ -90,7 +90,9 @@ class MovedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._tokens.select(torch.arange(self._tokens.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._tokens.select(torch.arange(self._tokens.batch)[indices])
+        if self._tokens.batch > 0:
+            batch = torch.arange(self._tokens.batch, device=self.device)
+            self._tokens.select(batch[indices])
 
 
 class MovedWindow(MovedLayer):  # type: ignore[no-untyped-call]

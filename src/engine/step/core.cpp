@@ -72,6 +72,9 @@ void Core::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
   if (unit > 0) return state_->unit_end(unit, outputs);
   if (state_->frozen) state_->frozen->set_requires_grad(false);
   state_->forward_end(outputs);
+  // Between forwards, other models of the process may use the memory of the units (a policy beside
+  // its reference model). On the host, buffers would have to be mapped again for each forward.
+  if (state_->frozen && !state_->tiers.computes.is_host()) state_->tiers.device.trim();
 }
 
 void Core::forward_failed(const std::string& error) {
