@@ -34,7 +34,8 @@ def test_as_without_deepspeed(case, found):
 
 
 def test_as_deepspeed(case, found):
-    theirs = json.loads(RECORDED.read_text())["trl"][case]
+    # DeepSpeed has no section "penstock": there, this is the same case without it.
+    theirs = json.loads(RECORDED.read_text())["trl"][case.removesuffix("-section")]
     _same(found[case], theirs)
     assert found[case].get("files") == theirs.get("files")
     assert found[case].get("saved") == pytest.approx(theirs.get("saved"), abs=1e-4)
