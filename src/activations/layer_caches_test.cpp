@@ -48,6 +48,12 @@ class LayerCachesTest : public testing::TestWithParam<const char*> {
     return kept;
   }
 
+  // Half a step of int8 in a group with the largest value, and half a step of bf16.
+  static double rounding(const at::Tensor& values) {
+    if (values.numel() == 0) return 0;
+    return values.abs().max().item<double>() * (1.0 / 254 + 1.0 / 256);
+  }
+
   void expect_equal(const Pair& got, const std::vector<Pair>& added) const {
     std::vector<at::Tensor> keys, values;
     for (const Pair& one : added) {
@@ -60,7 +66,7 @@ class LayerCachesTest : public testing::TestWithParam<const char*> {
       if (exact()) {
         EXPECT_TRUE(at::equal(is, wanted));
       } else {
-        EXPECT_TRUE(at::allclose(is.to(at::kFloat), wanted.to(at::kFloat), 0, 0.03));
+        EXPECT_TRUE(at::allclose(is.to(at::kFloat), wanted.to(at::kFloat), 0, rounding(wanted)));
       }
     }
   }
