@@ -46,7 +46,15 @@ from measure import machine, write_json
 CGROUP = pathlib.Path("/sys/fs/cgroup/memory/penstock-inference")
 DISK_CGROUP = pathlib.Path("/sys/fs/cgroup/blkio/penstock-inference")
 PROMPT = 16
-RUNS = ("penstock files", "accelerate", "llama.cpp", "penstock", "penstock int8", "penstock int4")
+RUNS = (
+    "penstock files",
+    "accelerate",
+    "llama.cpp",
+    "deepspeed",
+    "penstock",
+    "penstock int8",
+    "penstock int4",
+)
 PROMPTS = "prompts.json"
 LLAMA = pathlib.Path(__file__).with_name("llama_cpp_run.py")
 
@@ -127,6 +135,51 @@ def accelerate_model(options: argparse.Namespace) -> Any:
         )
 
 
+def deepspeed_model(options: argparse.Namespace) -> Any:
+    """ZeRO-Inference: stage 3 with the parameters on NVMe; buffers of the largest parameter."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29671"}
+    import deepspeed  # noqa: PLC0415 - optional
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.integrations import HfDeepSpeedConfig  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(options.model)
+    largest = config.vocab_size * config.hidden_size
+    block = (config.intermediate_size * 3 + config.hidden_size * 3) * config.hidden_size
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": options.path,
+                "pin_memory": False,
+                "buffer_count": 8,
+                "buffer_size": largest + 4096,
+                "max_in_cpu": 0,
+            },
+            "stage3_prefetch_bucket_size": block,
+            "stage3_max_live_parameters": largest,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": config.hidden_size,
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 16,
+            "single_submit": False,
+            "overlap_events": True,
+            "intra_op_parallelism": 1,
+        },
+    }
+    asks_for_stage_3 = HfDeepSpeedConfig(settings)  # from_pretrained() looks for it
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    engine.module.eval()
+    assert asks_for_stage_3 is not None
+    return engine.module
+
+
 def bytes_read() -> int:
     lines = pathlib.Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
@@ -170,6 +223,7 @@ MODELS = {
     "penstock int8": functools.partial(penstock_files_model, dtype="int8"),
     "penstock int4": functools.partial(penstock_files_model, dtype="int4"),
     "accelerate": accelerate_model,
+    "deepspeed": deepspeed_model,
 }
 
 # ---- the parent
