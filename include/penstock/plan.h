@@ -54,8 +54,11 @@ struct Alternative {
   std::string strategy, optimizer, params;  // tiers as in `offload`: "none" "host" "disk"
   std::string gradients = "none";
   int64_t device = 0, host = 0, disk = 0;
-  int64_t memory = 0;     // device and host together
-  double seconds = 0;     // of one step, as the simulator predicts
+  int64_t memory = 0;                // device and host together
+  double seconds = 0;                // of one step, as the simulator predicts
+  double forward = 0, backward = 0;  // these parts of the step, in seconds
+  // Seconds of both parts in which ranks compute forwards again and wait for exchanges of layers.
+  double again = 0, layers = 0;
   std::string longest{};  // the longest part of the step: "forward, local link"
   bool fits = true;
   bool tight = false;  // less than a tenth of some limit is left

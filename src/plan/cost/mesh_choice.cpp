@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
@@ -30,11 +31,10 @@ std::string mesh_of(const MeshAlternative& one) {
   return concat(one.tensor, " x ", one.pipeline, " x ", one.data);
 }
 
-int64_t numel(const ModelDesc& model, bool blocks_only) {
+int64_t numel(const ModelDesc& model) {
   int64_t sum = 0;
-  for (size_t unit = blocks_only ? 1 : 0; unit < model.units.size(); ++unit) {
-    if (blocks_only && !model.units[unit].block) continue;
-    for (const FlatDesc& flat : model.units[unit].flats) sum += flat.numel;
+  for (const UnitDesc& unit : model.units) {
+    for (const FlatDesc& flat : unit.flats) sum += flat.numel;
   }
   return sum;
 }
@@ -95,16 +95,15 @@ class Chooser {
     mesh.micro = micro;
     mesh.accumulate = question_.batch / samples;
     if (mesh.accumulate < mesh.pipeline) return;  // the engine refuses it
-    const std::vector<StageCost> stages = stages_of(mesh);
-    const std::vector<Alternative> states = states_of(mesh, stages);
     for (const bool recompute : {false, true}) {
       if (recompute && num_blocks(model_) == 0) continue;
+      mesh.recompute = recompute;
+      const StageCost stage = largest_stage(mesh);
+      const std::vector<Alternative> states = states_of(mesh, stage);
       for (const int virtual_stages : {1, 2, 4}) {
         if (!interleaves(mesh, virtual_stages)) continue;
-        mesh.recompute = recompute;
         mesh.virtual_stages = virtual_stages;
-        set_times(mesh, stages.front());
-        for (const Alternative& state : states) add(mesh, state);
+        for (const Alternative& state : states) add(mesh, stage, state);
       }
     }
   }
@@ -117,35 +116,52 @@ class Chooser {
 
   struct StageCost {
     ModelDesc model;
-    int64_t params, block_params;
+    int64_t params = 0;
   };
 
-  // Returns three stages: the first, the last, and the largest one between them. The largest of the
-  // three comes first.
-  std::vector<StageCost> stages_of(const MeshAlternative& mesh) const {
-    std::vector<StageCost> stages;
-    std::set<int64_t> sizes;
+  // Returns the stage with the most parameters. All ranks of the pipeline then take as long as this
+  // stage.
+  StageCost largest_stage(const MeshAlternative& mesh) const {
+    StageCost most;
     for (int rank = 0; rank < mesh.pipeline; ++rank) {
       const bool between = rank > 1 && rank + 1 < mesh.pipeline;
       if (between && num_blocks(model_) % mesh.pipeline == 0)
         continue;  // equal to the previous stage
       ModelDesc own = stage_of(model_, mesh.tensor, mesh.pipeline, rank, mesh.data);
-      const int64_t params = numel(own, false), blocks = numel(own, true);
-      if (sizes.insert(params).second) stages.push_back({std::move(own), params, blocks});
+      const int64_t params = numel(own);
+      if (params > most.params) most = {std::move(own), params};
     }
-    std::stable_sort(stages.begin(), stages.end(),
-                     [](const StageCost& a, const StageCost& b) { return a.params > b.params; });
-    return stages;
+    assume_layers(mesh, most.model);
+    return most;
+  }
+
+  // Layers make their exchanges known only when they run. Here, each layer of a block is assumed to
+  // sum the outputs of its attention and of its MLP, and in backward their gradients.
+  void assume_layers(const MeshAlternative& mesh, ModelDesc& stage) const {
+    const double size = mesh.tensor, blocks = std::max(1, num_blocks(model_));
+    const double sums = 2 * static_cast<double>(question_.shape.layers) / blocks;
+    const LayerExchange sum{
+        MoveKind::kAllReduce, Axis::kTensor,
+        static_cast<int64_t>(sums * 2 * (size - 1) / size * boundary_bytes(mesh))};
+    for (UnitDesc& unit : stage.units) {
+      if (!unit.block || unit.flats.empty()) continue;
+      unit.recomputed = mesh.recompute;
+      if (mesh.tensor == 1) continue;
+      unit.in_forward = {sum};
+      unit.in_backward.assign(mesh.recompute ? 2 : 1, sum);
+    }
   }
 
   double tokens(const MeshAlternative& mesh) const {
     return static_cast<double>(mesh.micro * question_.shape.sequence);
   }
+  // Returns the bytes of the hidden states of one micro-batch.
+  double boundary_bytes(const MeshAlternative& mesh) const {
+    return width_ * static_cast<double>(question_.shape.hidden) * tokens(mesh);
+  }
 
   // Each stage is treated as a separate model whose state is sharded over the stage's data ranks.
-  // The largest stage needs the most of every resource.
-  std::vector<Alternative> states_of(const MeshAlternative& mesh,
-                                     const std::vector<StageCost>& stages) const {
+  std::vector<Alternative> states_of(const MeshAlternative& mesh, const StageCost& stage) const {
     Question question{question_.asked, {"ddp", "zero1", "zero2", "zero3"}, false};
     if (mesh.data == 1) question.strategies = {"ddp"};
     Config& config = question.asked.config;
@@ -158,42 +174,35 @@ class Chooser {
     question.asked.tokens = tokens(mesh) * static_cast<double>(mesh.accumulate);
     question.asked.room = {};
     question.many = true;
-    return alternatives(question, stages.front().model);
+    return alternatives(question, stage.model);
   }
 
-  // Sets the times that do not depend on the strategy.
-  void set_times(MeshAlternative& mesh, const StageCost& most) const {
+  // The passes of a stage take as long as in its own plan. The schedule then shows how long the
+  // ranks wait for each other.
+  void add(MeshAlternative mesh, const StageCost& stage, const Alternative& state) {
     const Machine& machine = question_.asked.machine;
-    const TransformerShape& shape = question_.shape;
-    const double micros = static_cast<double>(mesh.accumulate), size = mesh.tensor;
-    const double values = width_ * static_cast<double>(shape.hidden) * tokens(mesh);  // bytes
-    const double pass = 2 * tokens(mesh) * micros / machine.flops;
-    mesh.params = most.params;
-    mesh.compute = 3 * pass * static_cast<double>(mesh.params);
-    mesh.again = mesh.recompute ? pass * static_cast<double>(most.block_params) : 0;
-    const double layers = std::ceil(static_cast<double>(shape.layers) / mesh.pipeline);
-    const double sums = layers * micros * 2 * 2 * (size - 1) / size * values / machine.local;
-    mesh.sums = sums * (mesh.recompute ? 3 : 2);  // forward and backward have two per layer each
-    const double busy = mesh.compute + mesh.again + mesh.sums;
-    const double times = micros * mesh.virtual_stages;
-    mesh.bubble = busy * (mesh.pipeline - 1) / times;
-    mesh.messages = 0;
+    mesh.state = state;
+    mesh.params = stage.params;
+    mesh.again = state.again;
+    mesh.sums = state.layers;
+    mesh.compute =
+        6 * tokens(mesh) * static_cast<double>(mesh.accumulate * stage.params) / machine.flops;
+    mesh.data_waits = state.seconds - mesh.compute - mesh.again - mesh.sums;
     std::vector<int> held(1, 1);  // micro-batches held at the peak, by the first and the last rank
     if (mesh.pipeline > 1) {
+      const double times = static_cast<double>(mesh.accumulate * mesh.virtual_stages);
+      const double forward = state.forward / times, backward = state.backward / times;
       const bool far = mesh.tensor * mesh.data >= question_.per_node;
-      const double message = values / size / (far ? machine.node : machine.local);
-      const double forward = (mesh.compute / 3 + sums) / times;
-      const Replay made = replayed(mesh, forward, busy / times - forward, message);
-      mesh.messages = std::max(0.0, made.makespan - busy - mesh.bubble);
+      const double message =
+          boundary_bytes(mesh) / mesh.tensor / (far ? machine.node : machine.local);
+      const Replay near = replayed(mesh, forward, backward, 0);
+      const Replay made = replayed(mesh, forward, backward, message);
+      mesh.bubble = near.makespan - state.forward - state.backward;
+      mesh.messages = std::max(0.0, made.makespan - near.makespan);
       held = made.most_held;
     }
+    mesh.seconds = state.seconds + mesh.messages + mesh.bubble;
     mesh.activations = activations(mesh, held);
-  }
-
-  void add(MeshAlternative mesh, const Alternative& state) {
-    mesh.state = state;
-    mesh.data_waits = state.seconds - mesh.compute;
-    mesh.seconds = state.seconds + mesh.again + mesh.sums + mesh.messages + mesh.bubble;
     check_room(mesh);
     found_.push_back(std::move(mesh));
   }
@@ -203,7 +212,7 @@ class Chooser {
   // its peak.
   int64_t activations(const MeshAlternative& mesh, const std::vector<int>& held) const {
     const TransformerShape& shape = question_.shape;
-    const double values = width_ * static_cast<double>(shape.hidden) * tokens(mesh);
+    const double values = boundary_bytes(mesh);
     const double whole = values * (5 + 12.0 / mesh.tensor);  // per layer
     const double layers = std::ceil(static_cast<double>(shape.layers) / mesh.pipeline);
     const double each = (mesh.recompute ? values : whole) * layers / mesh.virtual_stages;
@@ -259,8 +268,9 @@ std::string MeshAlternative::why() const {
   share("computes", compute + again);
   if (tensor > 1) share(concat("tensor ", tensor, ": its sums cost"), sums);
   if (pipeline > 1) {
-    const double idle = (pipeline - 1.0) / static_cast<double>(virtual_stages * accumulate);
-    parts.push_back(concat("pipeline ", pipeline, ": bubble ", fixed(100 * idle, 1), " %"));
+    const double busy = state.forward + state.backward;
+    parts.push_back(
+        concat("pipeline ", pipeline, ": bubble ", fixed(100 * bubble / busy, 1), " %"));
     share("messages", messages);
   }
   share(concat("data ", data, ": waits and update"), data_waits);

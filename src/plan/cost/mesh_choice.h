@@ -1,7 +1,8 @@
 #pragma once
 // Choice of a mesh: computes the cost of every tensor x pipeline x data mesh of a cluster, and
-// sorts the meshes, the best first. The costs are closed formulas, for one rank per stage. Pure
-// functions. docs/parallel.md lists the costs that are counted.
+// sorts the meshes, the best first. The largest stage is planned and simulated as a model of its
+// own, and the schedule of the pipeline is replayed with its times. Pure functions.
+// docs/parallel.md lists the costs that are counted.
 #include <vector>
 
 #include "src/plan/cost/mesh_plan.h"

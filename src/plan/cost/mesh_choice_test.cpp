@@ -70,10 +70,10 @@ TEST(MeshChoice, BubbleAndMessagesAreThoseOfTheSchedule) {
     for (const MeshAlternative& one : mesh_alternatives(question, gpt_of(kSmall))) {
       if (one.pipeline == 1) continue;
       const int v = one.virtual_stages, m = static_cast<int>(one.accumulate);
-      const double forward = one.compute / 3 / m / v, backward = 2 * forward + one.again / m / v;
+      const double forward = one.state.forward / m / v, backward = one.state.backward / m / v;
       const double message = 2.0 * 512 * 128 * static_cast<double>(one.micro) / link;
       const Schedule schedule = make_schedule(v > 1 ? "interleaved" : "1f1b", {one.pipeline, v, m});
-      const double busy = one.compute + one.again;
+      const double busy = one.state.forward + one.state.backward;
       EXPECT_NEAR((busy + one.bubble) / replay(schedule, forward, backward).makespan, 1, 1e-9);
       const Replay whole = replay(schedule, forward, backward, message);
       EXPECT_NEAR((busy + one.bubble + one.messages) / whole.makespan, 1, 1e-6) << one.config();
@@ -81,6 +81,28 @@ TEST(MeshChoice, BubbleAndMessagesAreThoseOfTheSchedule) {
     }
     EXPECT_GE(compared, 50);
   }
+}
+
+// Without exchanges over data ranks, a stage takes as long as its products and its sums.
+TEST(MeshChoice, AStageTakesAsLongAsItsProductsItsForwardsAgainAndItsSums) {
+  const MeshQuestion question = question_of(kSmall, 1, 4, 16);
+  const Machine& machine = question.asked.machine;
+  int compared = 0;
+  for (const MeshAlternative& one : mesh_alternatives(question, gpt_of(kSmall))) {
+    if (one.data > 1 || one.virtual_stages > 1) continue;
+    const double micros = static_cast<double>(one.accumulate), size = one.tensor;
+    const double values = 2.0 * 512 * 128 * static_cast<double>(one.micro);
+    const double layers = 8.0 / one.pipeline, times = one.recompute ? 3 : 2;
+    const double sums = times * layers * micros * 2 * 2 * (size - 1) / size * values;
+    EXPECT_NEAR(one.sums, sums / machine.local, 1e-9 + 1e-6 * one.sums) << one.config();
+    const double again = 2.0 * layers * 12 * 512 * 512 / size * 16 * 128 / machine.flops;
+    EXPECT_NEAR(one.again, one.recompute ? again : 0, 1e-12) << one.config();
+    EXPECT_NEAR(one.state.forward + one.state.backward, one.compute + one.again + one.sums,
+                1e-9 * one.seconds)
+        << one.config();
+    ++compared;
+  }
+  EXPECT_EQ(compared, 6);  // tensor ranks 1, 2, 4 with and without recomputation
 }
 
 TEST(MeshChoice, StagesHaveAllBlocksAndTensorRanksAShare) {

@@ -30,12 +30,12 @@ struct PENSTOCK_API MeshAlternative {
   int64_t micro = 1, accumulate = 1;
   bool recompute = false;
   // Cost of the largest stage for one tensor rank. Byte counts cover only the training state.
-  // Seconds cover this stage alone: computing, collectives over data ranks and the update.
+  // Seconds cover this stage alone, without the other stages.
   Alternative state;
   int64_t params = 0;       // parameters of this stage and tensor rank
   int64_t activations = 0;  // peak bytes, an estimate
-  // Seconds of one step. `seconds` = state.seconds + again (recomputation) + sums (over tensor
-  // ranks) + messages (between stages) + bubble.
+  // Seconds of one step. `seconds` = state.seconds + messages (between stages) + bubble.
+  // state.seconds = compute + again (recomputation) + sums (over tensor ranks) + data_waits.
   double seconds = 0, compute = 0, again = 0, sums = 0, messages = 0, data_waits = 0, bubble = 0;
   bool fits = true;
   std::string over{};          // "device 1.50 GiB over"

@@ -45,14 +45,17 @@ StepTime step_time(const Work& work, const Ledger& ledger, const Machine& machin
         static_cast<double>(values) * kCodecBytes / machine.device_memory;
   }
   lanes["forward"]["compute"] = flops / machine.flops;
-  lanes["backward"]["compute"] = (flops + trained) / machine.flops;
+  StepTime time;
+  time.again = static_cast<double>(work.again_params) * 2 * work.tokens / machine.flops;
+  lanes["backward"]["compute"] = (flops + trained) / machine.flops + time.again;
   for (const auto& [phase, waited] : ledger.waited) {
     for (const auto& [link, bytes] : waited) {
-      lanes[phase]["compute"] += static_cast<double>(bytes) / links.at(link);
+      const double seconds = static_cast<double>(bytes) / links.at(link);
+      lanes[phase]["compute"] += seconds;
+      time.layers += seconds;
     }
   }
   lanes["update"]["optimizer"] = static_cast<double>(work.updated_params) * kUpdateBytes / memory;
-  StepTime time;
   LaneTime most;
   const auto take = [&](const char* phase) {
     const LaneTime lane = longest_of(lanes[phase]);

@@ -26,11 +26,14 @@ struct Work {
   int64_t trained_params = 0;  // a backward takes 4 FLOPs for these, 2 for frozen ones
   int64_t updated_params = 0;  // updated by this rank's optimizer
   bool updates_on_host = false;
+  int64_t again_params = 0;  // of units that are recomputed in backward
 };
 
 struct StepTime {
   double forward = 0, backward = 0, update = 0;  // seconds
-  std::string longest;                           // the longest part: "forward, host-disk link"
+  // The parts of forward and backward that compute forwards again and wait for exchanges of layers.
+  double again = 0, layers = 0;
+  std::string longest;  // the longest part: "forward, host-disk link"
   double total() const { return forward + backward + update; }
 };
 

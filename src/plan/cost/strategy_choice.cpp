@@ -81,6 +81,7 @@ Work work_of(const PlanQuestion& asked, const ModelDesc& model, const Table& tab
   for (const UnitDesc& unit : model.units) {
     for (const FlatDesc& flat : unit.flats) {
       work.params += flat.numel;
+      if (unit.recomputed) work.again_params += flat.numel;
       if (!flat.trainable) continue;
       work.trained_params += flat.numel;
       work.updated_params += flat.numel / num_shards(update, flat.placement.mesh(mesh));
@@ -104,6 +105,10 @@ Alternative simulated(const Question& question, const Config& config, const Mode
   one.disk = ledger.tier[static_cast<size_t>(Tier::kDisk)].total;
   one.memory = ledger.in_memory;
   one.seconds = time.total();
+  one.forward = time.forward;
+  one.backward = time.backward;
+  one.again = time.again;
+  one.layers = time.layers;
   one.longest = time.longest;
   one.over = excess(one, asked.room);
   one.fits = one.over.empty();
