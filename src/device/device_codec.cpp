@@ -64,6 +64,8 @@ at::Tensor decoded_on_device(Address piece, int64_t numel, int64_t at, int64_t c
     values = signs_on_device(view(codes + at / 8, at::kByte, (count + 7) / 8), count);
   } else if (wire.code == Code::kInt8) {
     values = view(codes + at, at::kChar, count).to(at::kFloat);
+  } else if (wire.code == Code::kFp8) {
+    values = view(codes + at, at::kFloat8_e4m3fn, count).to(at::kFloat);
   } else {
     const at::Tensor bytes = view(codes + at / 2, at::kByte, (count + 1) / 2);
     const at::Tensor halves =
@@ -118,6 +120,10 @@ at::Tensor rounded_on_device(const at::Tensor& rows, const Wire& wire, const Noi
       counts.div(largest).masked_fill_(zero.logical_or(whole.logical_not()), 0.0);
   scales.copy_(step.flatten());
   at::Tensor scaled = rows.mul(inverse);
+  if (wire.code == Code::kFp8) {
+    scaled.nan_to_num_(0.0).clamp_(-levels, levels);
+    return scaled.to(at::kFloat8_e4m3fn).view(at::kChar).flatten();
+  }
   if (wire.rounding == Rounding::kStochastic) {
     scaled
         .add_(noise_on_device(noise.first, rows.numel(), keys_of(noise), scaled.options())
@@ -137,7 +143,7 @@ void write_rows_on_device(const at::Tensor& rows, int64_t count, const Wire& wir
     return;
   }
   const at::Tensor rounded = rounded_on_device(rows, wire, noise, scales).narrow(0, 0, count);
-  if (wire.code == Code::kInt8) {
+  if (wire.code != Code::kInt4) {
     view(codes, at::kChar, count).copy_(rounded);
     return;
   }

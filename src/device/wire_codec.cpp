@@ -99,6 +99,42 @@ HWY_INLINE void round_block(const float* values, const Wire& wire, float inverse
   }
 }
 
+// Rounds scaled values to float8_e4m3fn, to nearest even. Integer arithmetic gives the same bits on
+// every instruction set.
+HWY_INLINE void round_to_fp8(const float* values, const Wire& wire, float inverse,
+                             int8_t* rounded) {
+  const F32 d;
+  const I32 di;
+  const U32 du;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t i = 0; i < wire.block; i += lanes) {
+    const auto product = hn::Mul(hn::LoadU(d, values + i), hn::Set(d, inverse));
+    const auto scaled = hn::IfThenZeroElse(hn::IsNaN(product), product);
+    const auto bits = hn::BitCast(du, hn::Abs(scaled));
+    // The step of values below 2^-6 is 2^-9.
+    const auto small = hn::NearestInt(hn::Mul(hn::Abs(scaled), hn::Set(d, 0x1p9F)));
+    const auto odd = hn::And(hn::ShiftRight<20>(bits), hn::Set(du, 1));
+    const auto up = hn::ShiftRight<20>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7FFFF))));
+    const auto large = hn::Sub(hn::BitCast(di, up), hn::Set(di, 120 << 3));
+    const auto is_small = hn::Lt(hn::BitCast(di, bits), hn::Set(di, 0x3C800000));
+    auto code = hn::Min(hn::IfThenElse(is_small, small, large), hn::Set(di, 0x7E));
+    const auto negative = hn::Lt(hn::BitCast(di, scaled), hn::Zero(di));
+    code = hn::Sub(code, hn::IfThenElseZero(negative, hn::Set(di, 128)));
+    hn::StoreU(hn::DemoteTo(I8(), code), I8(), rounded + i);
+  }
+}
+
+HWY_INLINE hn::Vec<F32> values_of_fp8(hn::Vec<I32> codes) {
+  const F32 d;
+  const I32 di;
+  const auto magnitude = hn::And(codes, hn::Set(di, 0x7F));
+  const auto large = hn::BitCast(d, hn::Add(hn::ShiftLeft<20>(magnitude), hn::Set(di, 120 << 23)));
+  const auto small = hn::Mul(hn::ConvertTo(d, magnitude), hn::Set(d, 0x1p-9F));
+  const auto is_small = hn::RebindMask(d, hn::Lt(magnitude, hn::Set(di, 8)));
+  const auto value = hn::IfThenElse(is_small, small, large);
+  return hn::IfThenElse(hn::RebindMask(d, hn::Lt(codes, hn::Zero(di))), hn::Neg(value), value);
+}
+
 // Packs pairs of int8 into bytes. Reads and writes whole vectors.
 HWY_INLINE void pack(const int8_t* rounded, int64_t count, uint8_t* packed) {
   const Pairs d;
@@ -191,12 +227,14 @@ void encode_blocks(const float* values, int64_t count, const Wire& wire, const K
     const Scale scale = scale_of(largest_bits(values + at, block), wire.levels());
     to.scales[at / block] = scale.step;
     const uint32_t index = keys.first + static_cast<uint32_t>(at);
-    if (wire.rounding == Rounding::kStochastic) {
+    if (wire.code == Code::kFp8) {
+      round_to_fp8(values + at, wire, scale.inverse, rounded);
+    } else if (wire.rounding == Rounding::kStochastic) {
       round_block<true>(values + at, wire, scale.inverse, keys, index, rounded);
     } else {
       round_block<false>(values + at, wire, scale.inverse, keys, index, rounded);
     }
-    if (wire.code == Code::kInt8) {
+    if (wire.code != Code::kInt4) {
       std::memcpy(to.values + at, rounded, static_cast<size_t>(here));
       continue;
     }
@@ -260,8 +298,8 @@ void use_decoded(float* sums, int64_t count, const Wire& wire, const Encoded& fr
     const auto step = hn::Set(d, from.scales[at / block]);
     for (int64_t i = 0; i < block; i += lanes) {
       const auto q = hn::PromoteTo(I32(), hn::LoadU(I8(), values + i));
-      const auto value = hn::Mul(hn::ConvertTo(d, q), step);
-      use(d, value, how, sums + at + i);
+      const auto whole = wire.code == Code::kFp8 ? values_of_fp8(q) : hn::ConvertTo(d, q);
+      use(d, hn::Mul(whole, step), how, sums + at + i);
     }
   }
 }

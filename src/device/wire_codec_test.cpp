@@ -2,6 +2,7 @@
 // operations; rounding, zeros, values that are not finite, and sums.
 #include "src/device/wire_codec.h"
 
+#include <c10/util/Float8_e4m3fn.h>
 #include <gtest/gtest.h>
 #include <hwy/highway.h>
 
@@ -38,9 +39,16 @@ std::vector<Wire> sign_wires() {
           {Code::kSign, 128, Rounding::kNearest}};
 }
 
+std::vector<Wire> fp8_wires() {
+  return {{Code::kFp8, 32, Rounding::kNearest},
+          {Code::kFp8, 64, Rounding::kNearest},
+          {Code::kFp8, 128, Rounding::kNearest}};
+}
+
 std::vector<Wire> wires_of_all_codes() {
   std::vector<Wire> wires = every_wire();
   for (const Wire& wire : sign_wires()) wires.push_back(wire);
+  for (const Wire& wire : fp8_wires()) wires.push_back(wire);
   return wires;
 }
 
@@ -184,6 +192,37 @@ TEST_P(WireCodecTest, WritesTheSignsOfTheReference) {
           std::memcpy(&scale, expected.data() + i / wire.block * 4, 4);
           ASSERT_EQ(seen[i], std::signbit(in_fp32(values, dtype)[i]) ? -scale : scale);
           if (numel > 3'000) break;  // quadratic
+        }
+      }
+    }
+  }
+}
+
+// torch's conversions to and from float8 are the reference.
+TEST_P(WireCodecTest, WritesTheFloat8OfTheReference) {
+  for (const int64_t numel : {1, 2, 31, 33, 127, 128, 129, 2047, 2049, 70'001}) {
+    for (const Dtype dtype : {Dtype::kFp32, Dtype::kBf16}) {
+      const Bytes bytes = in_dtype(values_of(numel, 6), dtype);
+      const std::vector<float> values = in_fp32(bytes, dtype);
+      for (const Wire& wire : fp8_wires()) {
+        const Bytes seen = encoded(bytes, dtype, wire, {});
+        ASSERT_EQ(encoded(bytes, dtype, wire, {}, &by_torch()), seen) << wire.text() << " by torch";
+        const std::vector<float> arrived = decoded(seen, numel, wire);
+        for (int64_t at = 0; at < numel; at += wire.block) {
+          const int64_t end = std::min<int64_t>(at + wire.block, numel);
+          float largest = 0.0F, step = 0.0F;
+          for (int64_t i = at; i < end; ++i) largest = std::max(largest, std::abs(values[i]));
+          std::memcpy(&step, seen.data() + at / wire.block * 4, 4);
+          ASSERT_EQ(step, largest / 448.0F);
+          for (int64_t i = at; i < end; ++i) {
+            const float inverse = largest > 0 ? 448.0F / largest : 0.0F;
+            const c10::Float8_e4m3fn code(std::min(448.0F, std::max(-448.0F, values[i] * inverse)));
+            ASSERT_EQ(static_cast<uint8_t>(seen[wire.scale_bytes(numel) + i]), code.x) << values[i];
+            ASSERT_EQ(arrived[i], static_cast<float>(code) * step) << wire.text() << " " << i;
+            // Half a step is a sixteenth of the value, or of the smallest normal number.
+            const float most = std::max(std::abs(values[i]), 0x1p-6F * step) / 16.0F;
+            ASSERT_LE(std::abs(arrived[i] - values[i]), most * 1.0001F);
+          }
         }
       }
     }

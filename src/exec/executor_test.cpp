@@ -388,7 +388,7 @@ TEST(Executor, TheCasesHaveAllKindsOfMovesAndLines) {
       ops.insert(ranked.ops.begin(), ranked.ops.end());
     });
   }
-  // Layers exchange by all_to_all, and stages by shifts (src/parallel, src/engine/mesh).
+  // Only layers make the other kinds of moves (src/parallel).
   for (const MoveKind kind : {MoveKind::kAllGather, MoveKind::kReduceScatter, MoveKind::kAllReduce,
                               MoveKind::kSlice, MoveKind::kCopy, MoveKind::kCast}) {
     EXPECT_TRUE(kinds.contains(kind)) << move_kind_name(kind);

@@ -142,9 +142,8 @@ at::Tensor ReplicaEdits::sample() {
 // Returns whether two ranks hold the same parameters. If `values` is set, all of these parameters
 // must also have the same values on both ranks.
 bool ReplicaEdits::alike(int rank, int other, bool values) const {
-  for (const Axis axis : {Axis::kPipeline, Axis::kExpert}) {
-    if (rank_.mesh.coordinate(rank, axis) != rank_.mesh.coordinate(other, axis)) return false;
-  }
+  const auto stage = [this](int of) { return rank_.mesh.coordinate(of, Axis::kPipeline); };
+  if (stage(rank) != stage(other)) return false;
   return !values || std::all_of(different_.begin(), different_.end(), [&](const auto* placement) {
     return placement->is_alike(rank_.mesh, rank, other);
   });

@@ -32,6 +32,7 @@ namespace penstock {
 // The model axes, innermost first. Sums over several axes run in this order.
 inline constexpr std::array kModelAxes = {Axis::kTensor, Axis::kSequence, Axis::kExpert,
                                           Axis::kPipeline};
+static_assert(kDataAxes.size() + kModelAxes.size() == kNumAxes);
 
 // How the ranks along one axis hold a flat.
 struct AxisHolding {

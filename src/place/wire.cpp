@@ -12,16 +12,16 @@ namespace penstock {
 
 namespace {
 
-constexpr std::array<const char*, 4> kCodeNames = {"plain", "int8", "int4", "sign"};
+constexpr std::array<const char*, 5> kCodeNames = {"plain", "int8", "int4", "sign", "fp8"};
 constexpr std::array<const char*, 2> kRoundingNames = {"nearest", "stochastic"};
 constexpr std::array kBlocks = {32, 64, 128};
 constexpr const char* kDelta = "delta";
 
 [[noreturn]] void refuse(std::string_view text, const std::string& why) {
   throw ConfigError(concat("[place::parse_wire] wire '", text, "' is not valid: ", why,
-                           ". Write plain, int8, int4 or sign, then /32, /64 or /128 (values per "
-                           "scale), then /nearest or /stochastic (not for sign), as in "
-                           "'int8/128'"));
+                           ". Write plain, int8, int4, fp8 or sign, then /32, /64 or /128 (values "
+                           "per scale), then /nearest or /stochastic (only for int8 and int4), as "
+                           "in 'int8/128'"));
 }
 
 template <size_t N>
@@ -47,7 +47,7 @@ int64_t Wire::encoded_bytes(int64_t numel) const {
 std::string Wire::text(Rounding assumed) const {
   if (!lossy()) return kCodeNames[0];
   const std::string how = concat("/", kRoundingNames[static_cast<size_t>(rounding)]);
-  const bool usual = rounding == assumed || code == Code::kSign;
+  const bool usual = rounding == assumed || !takes_noise();
   return concat(kCodeNames[static_cast<size_t>(code)], "/", block, usual ? "" : how,
                 delta ? concat("/", kDelta) : "");
 }
@@ -61,14 +61,14 @@ Wire Wire::parse(std::string_view text, Rounding rounding) {
     if (words.size() > 1) refuse(text, "plain has no blocks and no rounding");
     return wire;
   }
-  wire.rounding = wire.code == Code::kSign ? Rounding::kNearest : rounding;
+  wire.rounding = wire.takes_noise() ? rounding : Rounding::kNearest;
   wire.delta = words.back() == kDelta;
   if (wire.delta) words.pop_back();
   for (size_t i = 1; i < words.size(); ++i) {
     const int block = block_of(words[i]), how = index_of(words[i], kRoundingNames);
     if (i == 1 && block > 0) {
       wire.block = block;
-    } else if (i + 1 == words.size() && how >= 0 && wire.code != Code::kSign) {
+    } else if (i + 1 == words.size() && how >= 0 && wire.takes_noise()) {
       wire.rounding = static_cast<Rounding>(how);
     } else {
       refuse(text, concat("'", words[i], "' is unknown"));

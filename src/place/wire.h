@@ -7,7 +7,9 @@
 // the decoded values, so replicas stay equal. A sum adds the decoded addends in fp32 and in rank
 // order. Zeros stay zeros. A block with a value that is not finite decodes to NaN. The code `sign`
 // is different: it keeps one bit per value, and each value, even a zero, decodes to plus or minus
-// the mean magnitude of its block. Only a block of zeros stays zero.
+// the mean magnitude of its block. Only a block of zeros stays zero. The code `fp8` keeps values in
+// float8_e4m3fn, scaled so that the largest value of a block is 448: the rounding step of a value
+// depends on its own size.
 //
 //   nearest     the error of a value is at most half a rounding step of its block. Used for
 //               parameters: every transfer encodes from the authority, so errors never add up.
@@ -26,7 +28,7 @@
 
 namespace penstock {
 
-enum class Code : uint8_t { kPlain, kInt8, kInt4, kSign };
+enum class Code : uint8_t { kPlain, kInt8, kInt4, kSign, kFp8 };
 enum class Rounding : uint8_t { kNearest, kStochastic };
 
 struct Wire {
@@ -37,19 +39,28 @@ struct Wire {
   bool delta = false;  // encodes differences; only in gathers of updated parameters
 
   bool lossy() const { return code != Code::kPlain; }
-  // Returns the number of rounding steps on each side of zero. Not for `sign`.
-  int levels() const { return code == Code::kInt8 ? 127 : 7; }
+  // Returns whether values can be rounded at random.
+  bool takes_noise() const { return code == Code::kInt8 || code == Code::kInt4; }
+  // Returns the largest value of a scaled block. Not for `sign`.
+  int levels() const { return code == Code::kInt8 ? 127 : code == Code::kFp8 ? 448 : 7; }
   // Sizes of the encoded form of `numel` values, which begins with the scales. encoded_bytes() is a
   // multiple of 16. For lossy wires only.
   int64_t num_blocks(int64_t numel) const { return (numel + block - 1) / block; }
   int64_t scale_bytes(int64_t numel) const { return 4 * num_blocks(numel); }
   int64_t value_bytes(int64_t numel) const {
-    return code == Code::kInt8 ? numel : code == Code::kInt4 ? (numel + 1) / 2 : (numel + 7) / 8;
+    switch (code) {
+      case Code::kInt4:
+        return (numel + 1) / 2;
+      case Code::kSign:
+        return (numel + 7) / 8;
+      default:
+        return numel;
+    }
   }
   int64_t encoded_bytes(int64_t numel) const;
 
-  // "plain", "int8/128", "int4/64/stochastic", "sign/128", "int4/128/delta". `rounding`: the
-  // rounding of a text that names none. parse() throws ConfigError.
+  // "plain", "int8/128", "int4/64/stochastic", "sign/128", "fp8/128", "int4/128/delta". `rounding`:
+  // the rounding of a text that names none. parse() throws ConfigError.
   std::string text(Rounding rounding = Rounding::kNearest) const;
   static Wire parse(std::string_view text, Rounding rounding = Rounding::kNearest);
   bool operator==(const Wire&) const = default;

@@ -10,13 +10,14 @@ namespace {
 
 TEST(WireTest, TextParses) {
   for (const char* text : {"plain", "int8/128", "int4/32", "int8/64/stochastic", "sign/64",
-                           "int4/128/delta", "int4/64/stochastic/delta"}) {
+                           "fp8/32", "int4/128/delta", "int4/64/stochastic/delta"}) {
     EXPECT_EQ(Wire::parse(text).text(), text);
   }
   EXPECT_EQ(Wire::parse("int8").text(), "int8/128");
   EXPECT_EQ(Wire::parse("int4/stochastic").text(), "int4/128/stochastic");
   EXPECT_EQ(Wire::parse("int8", Rounding::kStochastic).text(), "int8/128/stochastic");
   EXPECT_EQ(Wire::parse("sign", Rounding::kStochastic).text(Rounding::kStochastic), "sign/128");
+  EXPECT_EQ(Wire::parse("fp8", Rounding::kStochastic).text(Rounding::kStochastic), "fp8/128");
   const Wire nearest = Wire::parse("int8/nearest", Rounding::kStochastic);
   EXPECT_EQ(nearest.text(), "int8/128");
   EXPECT_EQ(nearest.text(Rounding::kStochastic), "int8/128/nearest");
@@ -25,7 +26,8 @@ TEST(WireTest, TextParses) {
 TEST(WireTest, RefusesOtherTexts) {
   for (const char* text : {"", "int9", "int8/", "int8/100", "int8/0128", "int8/128/up", "plain/128",
                            "int8/nearest/128", "int8/128/nearest/", "plain/nearest", "sign/nearest",
-                           "sign/128/stochastic", "plain/delta", "int8/delta/128", "delta"}) {
+                           "sign/128/stochastic", "fp8/stochastic", "fp8/nearest", "plain/delta",
+                           "int8/delta/128", "delta"}) {
     EXPECT_THROW(Wire::parse(text), ConfigError) << text;
   }
   for (const char* text :
@@ -40,6 +42,7 @@ TEST(WireTest, CountsBytes) {
   EXPECT_EQ(int8.encoded_bytes(1 << 20), (1 << 20) + (1 << 15));
   EXPECT_EQ(int4.encoded_bytes(1 << 20), (1 << 19) + (1 << 15));
   EXPECT_EQ(int4.encoded_bytes(3), 16);
+  EXPECT_EQ(Wire::parse("fp8/128").encoded_bytes(1 << 20), (1 << 20) + (1 << 15));
   EXPECT_EQ(Wire::parse("sign/128").encoded_bytes(1 << 20), (1 << 17) + (1 << 15));
 }
 

@@ -62,7 +62,7 @@ void check_order(const ModelDesc& model, int num_stages) {
 std::set<int> ranks_of(const ModelDesc& model, int unit, int num_ranks) {
   std::set<int> ranks;
   for (const Visit& visit : model.forward) {
-    if (visit.unit == unit) ranks.insert(visit.stage % num_ranks);
+    if (visit.unit == unit) ranks.insert(rank_of_stage(visit.stage, num_ranks));
   }
   return ranks;
 }
@@ -140,12 +140,13 @@ class StageWriter : StepWriter {
     StagePlan made;
     for (const Action& action : order) {
       const int to = next_stage(action, num_stages_);
-      const bool is_mine = action.stage % num_ranks_ == rank_;
-      const bool crosses = to >= 0 && to % num_ranks_ != action.stage % num_ranks_;
+      const bool is_mine = rank_of_stage(action.stage, num_ranks_) == rank_;
+      const bool crosses =
+          to >= 0 && rank_of_stage(to, num_ranks_) != rank_of_stage(action.stage, num_ranks_);
       if (is_mine) compute(action);
       if (is_mine && crosses) transfer(Op::kSend, action, action.stage, action.forward ? 1 : -1);
       if (is_mine) made.actions.push_back(std::exchange(plan_, {}));
-      if (crosses && to % num_ranks_ == rank_) {
+      if (crosses && rank_of_stage(to, num_ranks_) == rank_) {
         transfer(Op::kReceive, action, to, action.forward ? -1 : 1);
       }
     }

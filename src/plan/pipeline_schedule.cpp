@@ -213,7 +213,9 @@ Schedule make_schedule(const std::string& name, const PipelineShape& shape) {
                            ": use \"interleaved\" for several"));
   }
   if (name == "zero_bubble") return zero_bubble(shape);
-  return name == "gpipe" ? gpipe(shape) : one_forward_one_backward(shape);
+  if (name == "gpipe") return gpipe(shape);
+  if (name == "1f1b" || name == "interleaved") return one_forward_one_backward(shape);
+  throw Bug(concat("[plan::make_schedule] no function makes the schedule \"", name, "\""));
 }
 
 Schedule parse_schedule(std::string_view csv) {
@@ -236,9 +238,10 @@ void check_schedule(const Schedule& schedule) {
   std::set<Action> seen;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     for (const Action& action : schedule.ranks[rank]) {
-      if (action.stage % schedule.num_ranks() != rank) {
+      const int owner = rank_of_stage(action.stage, schedule.num_ranks());
+      if (owner != rank) {
         refuse_schedule(concat(action.text(), " is on rank ", rank, ", but stage ", action.stage,
-                               " is on rank ", action.stage % schedule.num_ranks()));
+                               " is on rank ", owner));
       }
       if (!seen.insert(action).second) refuse_schedule(concat(action.text(), " is listed twice"));
     }

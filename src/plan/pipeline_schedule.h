@@ -43,6 +43,9 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
+// Returns the rank that has the stage, in a pipeline of `num_ranks` ranks.
+constexpr int rank_of_stage(int stage, int num_ranks) { return stage % num_ranks; }
+
 // Returns the action that `action` waits for: the forward of the previous stage, the backward of
 // the next stage, or, for a backward of the last stage, its own forward. Weights wait for the
 // stage's inputs. If there is no such action, the returned stage is -1. A backward is returned as

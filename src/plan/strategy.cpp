@@ -59,6 +59,7 @@ struct Codec {
   const char* residual;                // tier and dtype; "": none
 };
 constexpr Codec kCodecs[] = {{"int8", "int8/128", "int8/128", "int8/128", ""},
+                             {"fp8", "fp8/128", "int8/128", "int8/128", ""},
                              {"zero++", "int8/128", "int4/128/nearest", "int4/128", "host:bf16"},
                              {"1bit", "int8/128", "sign/128", "int4/128", "device:bf16"}};
 

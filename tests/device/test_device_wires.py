@@ -34,6 +34,8 @@ RESIDUALS: dict[str, dict[str, Any]] = {
     "zero++": {"codec": "zero++", "exact_every": 3},
     "1bit": {"codec": "1bit", "exact_first": 1},
 }
+# Only gathered parameters travel in float8.
+GATHERED = {"fp8": {"codec": "fp8"}}
 WITHOUT_RESIDUALS = ("ddp", "zero3-fp16", "mics")
 
 
@@ -48,7 +50,8 @@ def every_case() -> list[Any]:
     cases = []
     for name, (case, more) in CASES.items():
         residuals = {} if name in WITHOUT_RESIDUALS else RESIDUALS
-        for wire, wires in (WIRES | residuals).items():
+        gathered = GATHERED if name in ("zero3", "zero3-host", "hpz", "mics") else {}
+        for wire, wires in (WIRES | residuals | gathered).items():
             cases.append(pytest.param(case, more, wires, id=f"{name}-{wire}"))
     return cases
 

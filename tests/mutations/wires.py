@@ -40,6 +40,13 @@ OVER_WIRES = [
         CODEC,
     ),
     Mutation(
+        "values below the smallest normal float8 are encoded as normal ones",
+        "src/device/wire_codec.cpp",
+        "hn::IfThenElse(is_small, small, large)",
+        "hn::IfThenElse(is_small, hn::Max(small, hn::Set(di, 8)), large)",
+        CODEC,
+    ),
+    Mutation(
         "an infinite value is encoded as a number",
         "src/device/wire_blocks.h",
         "if (largest_bits >= kInfBits) return {",

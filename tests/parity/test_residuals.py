@@ -144,7 +144,8 @@ def drawn(draw: int) -> tuple[int, dict[str, Any]]:
         more["offload"] = {"optimizer": "host"}
     if numbers.random() < 0.3:
         more["comm"] = {"timeout_s": 60, "exact_every": 3}
-    return world, settings_of(place, numbers.choice(WIRES), **more)
+    wire = "fp8/128" if draw % 10 == 9 else numbers.choice(WIRES)
+    return world, settings_of(place, wire, **more)
 
 
 @pytest.mark.parametrize("draw", range(300))

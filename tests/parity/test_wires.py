@@ -15,7 +15,7 @@ from torch import nn
 from training import Case
 
 WIDTH, BLOCKS, BATCH = 32, 3, 6
-LEVELS = {"int8": 127, "int4": 7}
+LEVELS = {"int8": 127, "int4": 7, "fp8": 448}
 
 
 class Block(nn.Module):
@@ -52,7 +52,8 @@ def coded(values: torch.Tensor, code: str, block: int = 128) -> torch.Tensor:
     rows = values.float().flatten().view(-1, block)
     largest = rows.abs().amax(1, keepdim=True)
     # A number divided by a tensor would be rounded twice.
-    codes = (rows * torch.full_like(largest, LEVELS[code]).div(largest)).round()
+    scaled = rows * torch.full_like(largest, LEVELS[code]).div(largest)
+    codes = scaled.to(torch.float8_e4m3fn).float() if code == "fp8" else scaled.round()
     return (codes * (largest / LEVELS[code])).view(values.shape)
 
 
@@ -103,7 +104,7 @@ PARAM_CASES = {
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("wire", ["int8", "int8/32", "int4/64"])
+@pytest.mark.parametrize("wire", ["int8", "int8/32", "int4/64", "fp8"])
 @pytest.mark.parametrize(("strategy", "ranks", "more"), PARAM_CASES.values(), ids=PARAM_CASES)
 def test_parameters_arrive_as_coded(strategy, ranks, more, wire, precision, pools):
     code, _, block = wire.partition("/")
@@ -519,6 +520,7 @@ def refusal_of_mask() -> str:
 
 REFUSED = {
     "biased": ("zero2", {"grad": "int8/nearest"}, '"int8/128/nearest": wire: nearest rounding'),
+    "float8": ("zero2", {"grad": "fp8"}, '"fp8/128": wire: nearest rounding'),
     "unequal": ("zero3", {"param": "int8/stochastic"}, "same parameters: write nearest"),
     "idle": ("zero2", {"param": "int8"}, "no parameter travels over the axis local while"),
     "mics": ("mics", {"param": "node:int8"}, "no parameter travels over the axis node while"),

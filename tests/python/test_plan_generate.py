@@ -151,6 +151,23 @@ def test_measured_products_count(capsys, tmp_path):
     )
 
 
+def test_cpus_read_values_straight_into_their_place(capsys, tmp_path):
+    path = tmp_path / "machine.json"
+
+    def reads(device, *args):
+        path.write_text(json.dumps({"host_disk": 1e8, "about": {"device": device}}))
+        command = [*GPT, *LEAN, "--machine", str(path), "--json", *args]
+        _, out, _ = plan(capsys, *command, "--generate", "batch=1,new=4,prompt=8")
+        return {tuple(one["mode"].values()): one["reads"] for one in json.loads(out)["modes"]}
+
+    cpu, cuda = reads("cpu"), reads("cuda")
+    assert set(cuda["disk", "bf16"]) == {"host_disk", "device_host"}
+    assert set(cpu["disk", "bf16"]) == {"host_disk"}
+    for same in (("disk", "int8"), ("host", "bf16")):
+        assert cpu[same] == cuda[same]
+    assert "device_host" in reads("cpu", "--world", "2")["disk", "bf16"]
+
+
 def test_ranks_read_shards_and_gather_them(capsys):
     _, modes, _ = generate(capsys, SMALL, "--world", "2")
     host = modes["host", "int4"]

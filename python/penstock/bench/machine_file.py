@@ -7,6 +7,7 @@ measurement.
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -36,3 +37,9 @@ def load(path: str | pathlib.Path) -> Any:
     Raises ConfigError, with the file and the fault, if the file cannot be read.
     """
     return _penstock.read_machine(str(path), _penstock.Machine())
+
+
+def is_of_cpu(path: str | pathlib.Path) -> bool:
+    """Returns whether the ranks of a file that load() takes compute on a CPU."""
+    about = json.loads(pathlib.Path(path).read_text(encoding="utf-8")).get(ABOUT)
+    return isinstance(about, dict) and about.get("device") == "cpu"

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from penstock._native import ConfigError, _penstock
+from penstock.bench import machine_file
 from penstock.cli import generate_plan, model_spec
 from penstock.cli.generate_plan import Forecast, Question, Request
 from penstock.cli.model_spec import PlannedModel
@@ -113,6 +114,7 @@ def _question(
         machine=machine,
         world=world,
         nodes=mesh.node,
+        on_cpu=args.machine is not None and machine_file.is_of_cpu(args.machine),
     )
 
 

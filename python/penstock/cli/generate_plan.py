@@ -88,6 +88,7 @@ class Question:
     machine: Machine
     world: int = 1
     nodes: int = 1
+    on_cpu: bool = False  # the device's memory is host memory
 
     @property
     def num_params(self) -> int:
@@ -225,9 +226,12 @@ def _reads(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> dict
         rest = math.ceil(question.at_rest(streamed, mode.dtype) / question.world)
     local_ranks = question.world // question.nodes
     shard = question.whole(streamed) / question.world  # gathered after it is decoded
+    # On a CPU, values from disk need no copy, unless they are decoded or gathered.
+    straight = question.on_cpu and question.world == 1 and mode.dtype not in CODE_BYTES
+    copies = 0 if straight and mode.tier == "disk" else rest
     reads = {
         "host_disk": rest if mode.tier == "disk" else 0,
-        "device_host": rest,
+        "device_host": copies,
         "local": math.ceil(shard * (local_ranks - 1)),
         "node": math.ceil(shard * (question.world - local_ranks)),
     }

@@ -11,6 +11,7 @@
 #include "src/base/text.h"
 #include "src/device/device.h"
 #include "src/plan/cost/strategy_choice.h"
+#include "src/plan/pipeline_schedule.h"
 #include "src/plan/step_queries.h"
 #include "src/plan/strategy.h"
 
@@ -48,7 +49,7 @@ ModelPlacement placement_of(const ParamInfo& info, int index, const Stages& stag
   if (pipeline == 1) return place;
   std::set<int> ranks;
   for (const int stage : stages.of_param[static_cast<size_t>(index)]) {
-    ranks.insert(stage % pipeline);
+    ranks.insert(rank_of_stage(stage, pipeline));
   }
   AxisHolding& held = place.on(Axis::kPipeline);
   held.holders.assign(ranks.begin(), ranks.end());

@@ -331,6 +331,7 @@ class Simulation : StateBytes {
   void move(const Plan& plan, size_t index) {
     const Step& step = plan.steps[index];
     if (is_layer_exchange(step)) {
+      // The ranks of these axes are neighbours, so they are taken to be on one node.
       const int64_t sent = exchanged_.next(model_, step.units.front(), phase_);
       ledger_.sent[phase_]["local"] += sent;
       ledger_.waited[phase_]["local"] += sent;

@@ -73,6 +73,7 @@ std::vector<CodecAlternative> with_codecs(Question question, const ModelDesc& mo
   const bool has_wires = config.comm.codec != "none" || config.table.contains(kWireRow);
   std::vector<CodecAlternative> found;
   if (has_wires || mesh_of(config).world() == 1) return found;
+  // "fp8" sends as many bytes as "int8".
   for (const char* const codec : {"int8", "zero++", "1bit"}) {
     const bool signs = std::string(codec) == "1bit";
     config.comm.codec = codec;
