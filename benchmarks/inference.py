@@ -155,7 +155,7 @@ def deepspeed_model(options: argparse.Namespace) -> Any:
                 "device": "nvme",
                 "nvme_path": options.path,
                 "pin_memory": False,
-                "buffer_count": 8,
+                "buffer_count": 5,
                 "buffer_size": largest + 4096,
                 "max_in_cpu": 0,
             },

@@ -151,6 +151,19 @@ def test_measured_products_count(capsys, tmp_path):
     )
 
 
+def test_copies_slow_down_what_computes_and_the_disk_does_not(capsys, tmp_path):
+    path = tmp_path / "machine.json"
+    speeds = {"overlap": 0.0, "one_row": 1e8, "rows_16": 1e9, "device_host": 1e8}
+    path.write_text(json.dumps(speeds | {"host_disk": 1e8, "about": {"device": "cpu"}}))
+    command = [*GPT, *LEAN, "--machine", str(path), "--json"]
+    _, out, _ = plan(capsys, *command, "--generate", "batch=1,new=4,prompt=8,keep=0")
+    steps = {tuple(one["mode"].values()): one["step_s"] for one in json.loads(out)["modes"]}
+    copied = read = computed = WEIGHTS / 1e8
+    first = 2 * BLOCK / 1e8
+    assert steps["host", "bf16"] == pytest.approx(computed + copied, rel=1e-3)
+    assert steps["disk", "bf16"] == pytest.approx(max(computed, read) + first, rel=1e-3)
+
+
 def test_cpus_read_values_straight_into_their_place(capsys, tmp_path):
     path = tmp_path / "machine.json"
 

@@ -1,7 +1,7 @@
 """Predicts the bytes and seconds of generation for each tier and dtype in which a model rests.
 
 A forward takes as long as the longest of these, plus the time to read its first unit (measured
-computing adds up, and so does the share of the links' time that slows it down):
+computing adds up, and so does the share of the links' time that slows it down, except the disk's):
 
 - the bytes that it reads from host memory, from disk or from other ranks, over the slowest link;
 - 2 FLOPs per parameter and token, at the speed of products with so many rows, if `penstock bench`
@@ -27,6 +27,7 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Integers with one fp32 scale for 128 or 64 values (docs/tables.md, quantized parameters).
 CODE_BYTES = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
 TIERS = ("device", "host", "disk")
+_DISK_LINK = "host-disk link"
 # A gain below a twentieth is within the error of the prediction.
 _SURE_GAIN = 0.95
 # From so many rows on, products are about as fast as `flops` says.
@@ -268,6 +269,15 @@ def _seconds_of(reads: Mapping[str, int], machine: Machine) -> float:
     return max((size / getattr(machine, link) for link, size in reads.items()), default=0.0)
 
 
+def _fill(reads: Mapping[str, int], machine: Machine) -> float:
+    """Returns the seconds of reads before computing begins, except those that _longest() adds."""
+    times = {
+        link: size / getattr(machine, link) * (1.0 if link == "host_disk" else machine.overlap)
+        for link, size in reads.items()
+    }
+    return max(times.values(), default=0.0)
+
+
 def _most_kept(question: Question, mode: Mode) -> int:
     """Returns the largest offload.keep_bytes that fits beside the window and the KV cache.
 
@@ -356,9 +366,10 @@ def _longest(
         f"{link.replace('_', '-')} link": size / getattr(machine, link)
         for link, size in _with_cache(request, reads, cached).items()
     }
-    # On processors that also copy, copies slow down what computes.
+    # On processors that also copy, copies slow down what computes. The disk reads by itself.
     together = sum(parts.values()) if machine.one_row else max(parts.values())
-    together += (1.0 - machine.overlap) * sum(links.values())
+    copies = sum(seconds for link, seconds in links.items() if link != _DISK_LINK)
+    together += (1.0 - machine.overlap) * copies
     parts |= links
     longest = max(parts, key=lambda part: parts[part])
     return max(parts[longest], together), longest
@@ -382,12 +393,11 @@ def forecast(question: Question, mode: Mode) -> Forecast:
     }
     reads = _reads(question, mode, streamed)
     units = _without_root(question, streamed) or streamed
-    fill = max((_seconds_of(_reads(question, mode, [u]), machine) for u in units), default=0.0)
-    first = _seconds_of(_with_cache(request, {}, request.length), machine)
+    first = _fill(_with_cache(request, {}, request.length), machine)
+    fill = max((_fill(_reads(question, mode, [unit]), machine) for unit in units), default=0.0)
     fill += first / max(1, len(question.units) - 1)
     prefill, _ = _longest(question, reads, request.prompt, request.prompt)
     step, longest = _longest(question, reads, 1, request.length)
-    fill *= machine.overlap  # else the first unit's time is part of the sum already
     prefill, step = prefill + fill, step + fill
     whole = prefill + (request.new - 1) * step  # the prefill gives the first token
     weights = question.whole(question.units) / machine.device_memory
