@@ -9,10 +9,15 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "penstock/error.h"
@@ -24,11 +29,35 @@ using Pair = LayerCache::Pair;
 
 constexpr int kUnit = 3;
 
+// Reads write their memory late, so that a test sees memory that is used again before.
+class SlowIo final : public mem::BlockIo {
+ public:
+  void submit(mem::BlockRequest request) override {
+    if (!request.write) {
+      char* const wanted = request.data;
+      const std::shared_ptr<void> room(
+          std::aligned_alloc(mem::kBlockBytes, mem::block_padded(request.bytes)), std::free);
+      request.data = static_cast<char*>(room.get());
+      request.done = [done = std::move(request.done), wanted, room](int64_t moved) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (moved > 0) std::memcpy(wanted, room.get(), static_cast<size_t>(moved));
+        done(moved);
+      };
+    }
+    real_->submit(std::move(request));
+  }
+  const char* name() const override { return "slow"; }
+
+ private:
+  std::unique_ptr<mem::BlockIo> real_ = mem::BlockIo::threads(2);
+};
+
 class LayerCachesTest : public testing::TestWithParam<const char*> {
  protected:
   LayerCachesTest() : caches_(Placement::parse(GetParam())) {
     mem::DiskOptions options;
     options.paths = {std::filesystem::temp_directory_path()};
+    options.make_io = [] { return std::make_unique<SlowIo>(); };
     if (on_disk()) caches_.open_disk(options);
   }
   bool on_disk() const { return Placement::parse(GetParam()).tier == Tier::kDisk; }
@@ -156,6 +185,20 @@ TEST_P(LayerCachesTest, CachesComeInTurn) {
     if (turn % 5 == 4) caches_.put_away(kUnit);  // a forward without a cache
     added[which].push_back(tokens(200 + turn));
     expect_equal(forward(made[which], added[which].back()), added[which]);
+  }
+}
+
+TEST_P(LayerCachesTest, TokensOnTheirWayKeepTheirMemory) {
+  for (int turn = 0; turn < 5; ++turn) {
+    const auto brought = caches_.make(), used = caches_.make(), next = caches_.make();
+    const Pair made = tokens(4000), more = tokens(300), last = tokens(2000), one = tokens(1);
+    forward(brought, made);
+    caches_.put_away(kUnit + 1);  // waits for the writes of this unit
+    forward(used, more);          // the tokens of `brought` come for nothing
+    forward(next, last);          // takes memory while those tokens may still come
+    expect_equal(forward(next, one), {last, one});
+    expect_equal(forward(used, one), {more, one});
+    expect_equal(forward(brought, one), {made, one});
   }
 }
 

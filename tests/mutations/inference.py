@@ -152,7 +152,7 @@ INFERENCE = [
         "src/engine/step/driver.cpp",
         "    if (replaces && kept_[unit] && held_[unit] == 0)\n",
         "    if (replaces && !kept_[unit])\n",
-        Pytest((KEPT, "-k", "have_the_new_values and load")),
+        Pytest((KEPT, "-k", "have_the_new_values and state")),
     ),
     Mutation(
         "kept units are read again in each forward",
@@ -201,7 +201,7 @@ INFERENCE = [
         "python/penstock/front/token_caches.py",
         "                cache.layers[index] = moved_layer.moved(layer, self._caches)\n",
         "                pass\n",
-        Pytest(("tests/parity/test_token_caches.py", "-k", "test_errors")),
+        Pytest(("tests/parity/test_token_caches.py", "-k", "ways_to_use and host-1")),
     ),
     Mutation(
         "later stages do not count the tokens in a cache",

@@ -42,8 +42,8 @@ OVER_WIRES = [
     Mutation(
         "values below the smallest normal float8 are encoded as normal ones",
         "src/device/wire_codec.cpp",
-        "hn::IfThenElse(is_small, small, large)",
-        "hn::IfThenElse(is_small, hn::Max(small, hn::Set(di, 8)), large)",
+        "hn::Min(hn::IfThenElse(is_small, small, large)",
+        "hn::Min(hn::IfThenElse(is_small, hn::Max(small, hn::Set(di, 8)), large)",
         CODEC,
     ),
     Mutation(
