@@ -1,10 +1,10 @@
 #pragma once
 // The encoded form of lossy wires ([Note: Wires], src/place/wire.h). It has the scales of all
-// blocks, then the values. A byte has one int8 or float8 value, or two 4-bit values (the even one in the low
-// half), or the signs of eight values (1: negative; the first value in the lowest bit). On the
-// host, SIMD (Highway) is chosen at run time and the work is split with at::parallel_for; on a
-// device, torch's operations run on this thread's stream. Every instruction set, number of threads
-// and device gives the same bytes.
+// blocks, then the values. A byte has one int8 or float8 value, or two 4-bit values (the even one
+// in the low half), or the signs of eight values (1: negative; the first value in the lowest bit).
+// On the host, SIMD (Highway) is chosen at run time and the work is split with at::parallel_for; on
+// a device, torch's operations run on this thread's stream. Every instruction set, number of
+// threads and device gives the same bytes.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>

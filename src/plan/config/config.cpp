@@ -419,7 +419,8 @@ std::string parse_wire(const std::string& path, const std::string& text) {
 
 // `wires`: whether the table has lossy wires of its own.
 void parse_codec(const ConfigSection& section, bool wires, CommConfig* comm) {
-  comm->codec = section.choice("codec", comm->codec, {"none", "int8", "fp8", "zero++", "1bit", "local"});
+  comm->codec =
+      section.choice("codec", comm->codec, {"none", "int8", "fp8", "zero++", "1bit", "local"});
   section.read_int("exact_first", &comm->exact_first, 0, "a whole number of steps >= 0");
   section.read_int("exact_every", &comm->exact_every, 0, "a whole number of steps >= 0 (0 = none)");
   if ((comm->codec == "none" || comm->codec == "local") && !wires) {
