@@ -12,12 +12,14 @@ for every batch size: once untimed, then timed. One forward runs per new token, 
 of compute a token of the whole batch takes as long as reading the model once. The tries of a round
 take turns. `fio` reads as many bytes in the same round, with O_DIRECT: the limit.
 
-Penstock runs in four ways: "penstock" loads with from_pretrained() and copies the weights to its
+Penstock runs in five ways: "penstock" loads with from_pretrained() and copies the weights to its
 swap file, "penstock files" leaves them in the safetensors files (`penstock.init(weights=...)`), and
-"penstock int8" and "penstock int4" read these files once and keep rounded weights in the swap file.
+"penstock int8", "penstock int4" and "penstock int4 head" (which also rounds the head) read these
+files once and keep rounded weights in the swap file.
 `--keep-mib` of the weights stay in memory (`offload.keep_bytes`).
-llama.cpp runs if `--llama-python` is a Python that has llama-cpp-python and gguf; it gets the same
-weights, in a GGUF file.
+"deepspeed" is its ZeRO-Inference, if it is installed (start it once by itself first, since it
+compiles an operator). llama.cpp runs if `--llama-python` is a Python that has llama-cpp-python and
+gguf; it gets the same weights, in a GGUF file.
 
 The limit of memory is a memory cgroup (version 1, needs root) that also counts the page cache, so
 no contestant keeps the files in memory. Without it, the benchmark refuses to run.
@@ -54,6 +56,7 @@ RUNS = (
     "penstock",
     "penstock int8",
     "penstock int4",
+    "penstock int4 head",
 )
 PROMPTS = "prompts.json"
 LLAMA = pathlib.Path(__file__).with_name("llama_cpp_run.py")
@@ -97,7 +100,9 @@ def penstock_model(options: argparse.Namespace) -> Any:
     return started(model, options)
 
 
-def started(model: Any, options: argparse.Namespace, dtype: str = "none") -> Any:
+def started(
+    model: Any, options: argparse.Namespace, dtype: str = "none", head: bool = False
+) -> Any:
     import penstock  # noqa: PLC0415
 
     return penstock.initialize(
@@ -107,11 +112,14 @@ def started(model: Any, options: argparse.Namespace, dtype: str = "none") -> Any
         precision="bf16",
         offload={"params": "disk", "path": options.path, "keep_bytes": options.keep_mib << 20},
         prefetch_bytes=options.prefetch_mib << 20,
-        quantize={"dtype": dtype},
+        quantize={"dtype": dtype}
+        | ({"params": ["*proj.weight", "lm_head.weight"]} if head else {}),
     )
 
 
-def penstock_files_model(options: argparse.Namespace, dtype: str = "none") -> Any:
+def penstock_files_model(
+    options: argparse.Namespace, dtype: str = "none", head: bool = False
+) -> Any:
     from accelerate import init_empty_weights  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
@@ -120,7 +128,7 @@ def penstock_files_model(options: argparse.Namespace, dtype: str = "none") -> An
     config = AutoConfig.from_pretrained(options.model)
     with penstock.init(weights=options.model), init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return started(model, options, dtype)
+    return started(model, options, dtype, head)
 
 
 def accelerate_model(options: argparse.Namespace) -> Any:
@@ -222,6 +230,7 @@ MODELS = {
     "penstock files": penstock_files_model,
     "penstock int8": functools.partial(penstock_files_model, dtype="int8"),
     "penstock int4": functools.partial(penstock_files_model, dtype="int4"),
+    "penstock int4 head": functools.partial(penstock_files_model, dtype="int4", head=True),
     "accelerate": accelerate_model,
     "deepspeed": deepspeed_model,
 }
