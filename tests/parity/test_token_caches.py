@@ -179,6 +179,9 @@ def stories(folder: str, tier: str, world: int, device: str = "cpu") -> dict[str
     cache = DynamicCache()
     model(input_ids=given(), past_key_values=cache)
     told["without no_grad()"] = type(cache.layers[0]).__name__ == "MovedLayer"
+    both = (cache, copy.deepcopy(cache))
+    outs = [model(input_ids=given()[:, :1], past_key_values=one).logits for one in both]
+    told["copy of a cache made without a config"] = torch.equal(*outs)
     told["copied models are plain"] = torch.equal(
         text(copied(model, engine), ids, 2), text(plain, ids, 2)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -74,7 +73,12 @@ class MovedCaches:
         from penstock.front import moved_layer  # noqa: PLC0415
 
         if cache.layer_class_to_replicate is kinds.DynamicLayer and not cache.offloading:
-            make: Any = functools.partial(moved_layer.MovedLayer, self._caches)
+
+            def make(
+                *given: Any, **named: Any
+            ) -> Any:  # a function, because caches are deep-copied
+                return moved_layer.MovedLayer(self._caches, *given, **named)
+
             cache.layer_class_to_replicate = make
         moves = (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer)
         for index, layer in enumerate(cache.layers):
