@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -73,13 +73,11 @@ class MovedCaches:
         from penstock.front import moved_layer  # noqa: PLC0415
 
         if cache.layer_class_to_replicate is kinds.DynamicLayer and not cache.offloading:
-
-            def make(
-                *given: Any, **named: Any
-            ) -> Any:  # a function, because caches are deep-copied
+            # A deep copy of the cache keeps a function as it is.
+            def make(*given: Any, **named: Any) -> Any:
                 return moved_layer.MovedLayer(self._caches, *given, **named)
 
-            cache.layer_class_to_replicate = make
+            cache.layer_class_to_replicate = cast(Any, make)
         moves = (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer)
         for index, layer in enumerate(cache.layers):
             if type(layer) in moves and not cache.offloading:
