@@ -43,7 +43,7 @@ import time
 from typing import Any
 
 import torch
-from measure import machine, write_json
+from measure import DEEPSPEED_AIO, machine, write_json
 
 CGROUP = pathlib.Path("/sys/fs/cgroup/memory/penstock-inference")
 DISK_CGROUP = pathlib.Path("/sys/fs/cgroup/blkio/penstock-inference")
@@ -146,7 +146,7 @@ def accelerate_model(options: argparse.Namespace) -> Any:
 def deepspeed_model(options: argparse.Namespace) -> Any:
     """ZeRO-Inference: stage 3 with the parameters on NVMe; buffers of the largest parameter."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29671"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     import deepspeed  # noqa: PLC0415 - optional
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
     from transformers.integrations import HfDeepSpeedConfig  # noqa: PLC0415
@@ -172,13 +172,7 @@ def deepspeed_model(options: argparse.Namespace) -> Any:
             "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": config.hidden_size,
         },
-        "aio": {
-            "block_size": 1 << 20,
-            "queue_depth": 16,
-            "single_submit": False,
-            "overlap_events": True,
-            "intra_op_parallelism": 1,
-        },
+        "aio": DEEPSPEED_AIO,
     }
     asks_for_stage_3 = HfDeepSpeedConfig(settings)  # from_pretrained() looks for it
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)

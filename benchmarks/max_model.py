@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import init_group, machine, write_json
+from measure import DEEPSPEED_AIO, init_group, machine, write_json
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, Block, GPTConfig  # noqa: E402
@@ -176,13 +176,7 @@ def deepspeed_config(config: GPTConfig, path: str, ranks: int) -> dict[str, Any]
             "stage3_max_reuse_distance": 0,
             "overlap_comm": False,
         },
-        "aio": {
-            "block_size": 1 << 20,
-            "queue_depth": 16,
-            "single_submit": False,
-            "overlap_events": True,
-            "intra_op_parallelism": 1,
-        },
+        "aio": DEEPSPEED_AIO,
     }
 
 

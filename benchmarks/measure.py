@@ -18,6 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# The section "aio" of DeepSpeed's config.
+DEEPSPEED_AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 16,
+    "single_submit": False,
+    "overlap_events": True,
+    "intra_op_parallelism": 1,
+}
+
 
 def interleave(
     actions: Mapping[str, Callable[[], None]], rounds: int, steps: int

@@ -239,7 +239,6 @@ class Ranked {
   }
 
   Executor& executor() { return *executor_; }
-  const std::vector<PlannedStep>& lines() const { return lines_; }
   std::set<MoveKind> kinds;
   std::set<Op> ops;
   double poison = 0.0;  // added to the gradient of "a.bias" on rank 0

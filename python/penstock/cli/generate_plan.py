@@ -27,7 +27,6 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Integers with one fp32 scale for 128 or 64 values (docs/tables.md, quantized parameters).
 CODE_BYTES = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
 TIERS = ("device", "host", "disk")
-_DISK_LINK = "host-disk link"
 # A gain below a twentieth is within the error of the prediction.
 _SURE_GAIN = 0.95
 # From so many rows on, products are about as fast as `flops` says.
@@ -266,16 +265,20 @@ def _cache_memory(question: Question) -> dict[str, int]:
 
 
 def _seconds_of(reads: Mapping[str, int], machine: Machine) -> float:
-    return max((size / getattr(machine, link) for link, size in reads.items()), default=0.0)
+    return max(_link_seconds(reads, machine).values(), default=0.0)
+
+
+def _link_seconds(reads: Mapping[str, int], machine: Machine) -> dict[str, float]:
+    return {link: size / getattr(machine, link) for link, size in reads.items()}
 
 
 def _fill(reads: Mapping[str, int], machine: Machine) -> float:
     """Returns the seconds of reads before computing begins, except those that _longest() adds."""
-    times = {
-        link: size / getattr(machine, link) * (1.0 if link == "host_disk" else machine.overlap)
-        for link, size in reads.items()
-    }
-    return max(times.values(), default=0.0)
+    times = _link_seconds(reads, machine).items()
+    return max(
+        (time * (1.0 if link == "host_disk" else machine.overlap) for link, time in times),
+        default=0.0,
+    )
 
 
 def _most_kept(question: Question, mode: Mode) -> int:
@@ -362,15 +365,12 @@ def _longest(
     }
     if machine.one_row:  # measured: what computes adds up
         parts = {"compute": parts["compute"], "KV cache": parts["KV cache"] * (tokens == 1)}
-    links = {
-        f"{link.replace('_', '-')} link": size / getattr(machine, link)
-        for link, size in _with_cache(request, reads, cached).items()
-    }
+    links = _link_seconds(_with_cache(request, reads, cached), machine)
     # On processors that also copy, copies slow down what computes. The disk reads by itself.
     together = sum(parts.values()) if machine.one_row else max(parts.values())
-    copies = sum(seconds for link, seconds in links.items() if link != _DISK_LINK)
+    copies = sum(seconds for link, seconds in links.items() if link != "host_disk")
     together += (1.0 - machine.overlap) * copies
-    parts |= links
+    parts |= {f"{link.replace('_', '-')} link": seconds for link, seconds in links.items()}
     longest = max(parts, key=lambda part: parts[part])
     return max(parts[longest], together), longest
 
