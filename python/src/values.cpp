@@ -16,6 +16,9 @@ void bind_inference(py::class_<Values>& values) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   values.def("hold", &hold, NoGil())
       .def("let_go_of_held", &let_go_of_held, NoGil())
+      .def("abandon_held", &abandon_held, NoGil())
+      .def("begin_pass", &begin_pass)
+      .def("end_pass", &end_pass)
       .def("first_units", &first_units);
 }
 

@@ -54,19 +54,35 @@ class Forward:
 
     To callers, this object looks like the class's bound method. Each call looks that method up
     again, because the class may change. See [Note: Copies by dict].
+
+    Args:
+        module: the module.
+        around: called instead of the method.
+        name: name of the method.
+        inside: objects that have replaced the method before call this one. Default: it calls them.
     """
 
     def __init__(
-        self, module: torch.nn.Module, around: Callable[..., Any], name: str = "forward"
+        self,
+        module: torch.nn.Module,
+        around: Callable[..., Any],
+        name: str = "forward",
+        inside: bool = False,
     ) -> None:
         # Replace the compiled call, so that `around` stays outside of the compiled code.
         compiled = name == "forward" and module_tree.is_compiled_in_place(module)
         self._name = "_compiled_call_impl" if compiled else name
         self._module, self._around = module, around
         self._had = module.__dict__.get(self._name)  # None: the method is the class's
+        outer = None  # the innermost of those that call this one, with `inside`
+        while inside and isinstance(self._had, Forward):
+            outer, self._had = self._had, self._had._had
         method = self._method(module)  # libraries inspect the signature, see __getattr__()
         self.__doc__, self.__module__ = method.__doc__, getattr(method, "__module__", __name__)
-        module.__dict__[self._name] = self
+        if outer is None:
+            module.__dict__[self._name] = self
+        else:
+            outer._had = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():  # exports a plain model
@@ -112,8 +128,14 @@ class Forward:
         """Restores the module's own method. If the user has replaced this method, the user's method
         stays. If that method calls this one, this one calls the module's own."""
         self._around = _alone
-        if self._module.__dict__.get(self._name) is self:
+        outer = self._module.__dict__.get(self._name)
+        if outer is self:
             self._leave(self._module, self._had)
+            return
+        while isinstance(outer, Forward) and outer._had is not self:
+            outer = outer._had
+        if isinstance(outer, Forward):
+            outer._had = self._had
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._had is not None:

@@ -10,6 +10,7 @@ import torch
 
 from penstock._native import ConfigError, RuntimeFault
 from penstock.front.forward_guard import Forwards
+from penstock.front.row_slices import RowSlices
 
 MODES = ("auto", "resident", "stream")
 
@@ -26,7 +27,7 @@ class Inference:
     gathered: Any
 
     @contextlib.contextmanager
-    def inference(self, mode: str = "auto") -> Iterator[None]:
+    def inference(self, mode: str = "auto", block_tokens: int | None = None) -> Iterator[None]:
         """Prepares forwards and `generate()` without gradients, for example for rollouts.
 
         In the context, the model is in eval mode and torch.no_grad() is set. Training continues
@@ -35,19 +36,31 @@ class Inference:
         and ranks may then run different numbers of forwards and of `generate()`. Tensor, sequence,
         pipeline and expert ranks still compute together.
 
+        An error in the context ends it on all ranks: they raise a RuntimeFault with its text when
+        they leave, and the engine can go on. Ranks that compute together do not wait for a rank
+        that failed.
+
         Args:
             mode: "resident": each rank keeps the whole parameters (of its part of the model) in the
                 memory in which it computes. "stream": each forward moves them as in training.
                 "auto": "resident", if that takes at most 4/5 of the memory that is left on every
                 rank.
+            block_tokens: tokens that a block (an element of a ModuleList) computes at a time, in
+                whole rows of the batch: at least one row. So activations inside blocks are in
+                memory for these rows alone, and parameters are gathered once for all rows. Default:
+                all rows at once.
 
         Raises:
-            ConfigError: if the mode is unknown.
+            ConfigError: if the mode is unknown; if `block_tokens` is less than 1, or the model has
+                no blocks, or "offload.cache" moves their tokens.
             RuntimeFault: if the mode is "resident" and a rank has too little memory; if sharded
-                parameters that were gathered for the context were changed in it.
+                parameters that were gathered for the context were changed in it; if the code of
+                another rank raised an error in it; from a forward, if a block cannot run on slices
+                of the batch.
         """
         if mode not in MODES:
             raise ConfigError(f'[front::inference] mode is "{mode}"; allowed: {", ".join(MODES)}')
+        slices = self._slices(block_tokens)
         values = self._core.values
         units = values.units_of([])
         held = mode != "stream" and values.hold(units)
@@ -60,16 +73,44 @@ class Inference:
         try:
             self.module.eval()
             alone = self._forwards.resident() if held else contextlib.nullcontext()
-            with torch.no_grad(), alone:
+            with torch.no_grad(), alone, slices:
                 yield
-        except BaseException:
+        except BaseException as error:
             if held:
-                values.let_go_of_held(units, False)
+                self._leave_held(units, error)
             raise
         finally:
             set_modes(before)
         if held:
-            values.let_go_of_held(units, True)
+            values.let_go_of_held(units, "")
+
+    def _slices(self, block_tokens: int | None) -> contextlib.AbstractContextManager[Any]:
+        if block_tokens is None:
+            return contextlib.nullcontext()
+        if not _is_count(block_tokens):
+            raise ConfigError(
+                f"[front::inference] block_tokens is {block_tokens!r}; allowed: a whole number >= 1"
+            )
+        if self._core.token_caches.moves:
+            raise ConfigError(
+                '[front::inference] block_tokens and "offload.cache" do not work together: a cache '
+                "that moves has the tokens of all rows. Leave one of them out"
+            )
+        return RowSlices(self.module, self._core.units, block_tokens)
+
+    def _leave_held(self, units: list[int], error: BaseException) -> None:
+        """Ends the context on a rank whose code raised an error.
+
+        If the other ranks are sure to leave their contexts, tells them the error there.
+        """
+        values, mesh = self._core.values, self.config.mesh
+        told = f"{type(error).__name__}: {error}"
+        together = mesh.tensor * mesh.pipeline * mesh.sequence * mesh.expert > 1
+        if together or not isinstance(error, Exception) or isinstance(error, RuntimeFault):
+            values.abandon_held(units, told)
+            return
+        with contextlib.suppress(RuntimeFault):  # the caller raises `error`
+            values.let_go_of_held(units, f"inference() was left with {told}")
 
     def weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 256 << 20
@@ -79,7 +120,8 @@ class Inference:
         For a server that takes weights while it runs: `load_weights(engine.weights())`. All ranks
         must iterate to the end, or stop at the same name. The call gathers some units at a time, in
         the dtype in which they compute, and yields copies. `engine.steps` can serve as the number
-        of the version. A parameter with several names has the first one only, as in
+        of the version. Until the iterator ends, calls that change the weights raise a RuntimeFault.
+        A parameter with several names has the first one only, as in
         `torch.nn.Module.named_parameters()`.
 
         Args:
@@ -89,26 +131,32 @@ class Inference:
         Raises:
             ConfigError: if `bucket_bytes` is less than 1, or `dtype` is not a floating dtype.
         """
-        if bucket_bytes < 1:
+        if not _is_count(bucket_bytes):
             raise ConfigError(
-                f"[front::weights] bucket_bytes is {bucket_bytes}. Pass a number of bytes >= 1"
+                f"[front::weights] bucket_bytes is {bucket_bytes!r}. Pass a number of bytes >= 1"
             )
-        if dtype is not None and not dtype.is_floating_point:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(
-                f"[front::weights] dtype is {dtype}. Pass a floating dtype, such as torch.bfloat16"
+                f"[front::weights] dtype is {dtype!r}. Pass a floating dtype, such as "
+                f"torch.bfloat16"
             )
         return self._weights(dtype, bucket_bytes)
 
     def _weights(
         self, dtype: torch.dtype | None, bucket_bytes: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in self._buckets(bucket_bytes):
-            with self.gathered([param for _, param in bucket]):
-                for name, param in bucket:
-                    yield name, param.detach().to(dtype or param.dtype, copy=True)
-        self._pipeline.bring_buffers()
-        for name, buffer in _persistent_buffers(self.module):
-            yield name, buffer.detach().clone()
+        values = self._core.values
+        values.begin_pass()
+        try:
+            for bucket in self._buckets(bucket_bytes):
+                with self.gathered([param for _, param in bucket]):
+                    for name, param in bucket:
+                        yield name, param.detach().to(dtype or param.dtype, copy=True)
+            self._pipeline.bring_buffers()
+            for name, buffer in _persistent_buffers(self.module):
+                yield name, buffer.detach().clone()
+        finally:
+            values.end_pass()
 
     def _buckets(self, bucket_bytes: int) -> list[list[tuple[str, torch.nn.Parameter]]]:
         """Returns parameters with their names, in the order of units, divided by size."""
@@ -126,6 +174,10 @@ class Inference:
             buckets[-1].append((name, param))
             size, last = size + bytes_of_param, unit_of[name]
         return buckets
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def modes_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, bool]]:

@@ -27,6 +27,7 @@
 #include "src/ckpt/damaged.h"
 #include "src/ckpt/load.h"
 #include "src/engine/model/checkpoint_tensors.h"
+#include "src/engine/model/held_units.h"
 #include "src/engine/model/residual_state.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/planning.h"
@@ -376,6 +377,7 @@ struct Core::State::Checkpointing::Load {
     engine::FlatParts parts;
     std::string problem;
     try {
+      engine::refuse_in_pass(state.passes, "load");
       if (state.driver->holds()) {
         throw RuntimeFault(
             "[engine::load] load() was called inside gathered(). Leave the block before you call "

@@ -33,6 +33,14 @@ int64_t missing_bytes(const exec::Executor& executor, const exec::Params& params
 
 namespace engine {
 
+void refuse_in_pass(int passes, const char* call) {
+  if (passes == 0) return;
+  throw RuntimeFault(concat("[engine::", call, "] the weights were about to change (", call,
+                            ") while weights() was not read to its end: the rest of it would have "
+                            "a different version. Read it to the end before, or close() the "
+                            "iterator"));
+}
+
 FrozenParams::FrozenParams(const ModelTree& tree, const Config& config) {
   for (const ParamInfo& one : tree.params) {
     if (config.inference && one.param.requires_grad()) trained_.push_back(one.param);
@@ -102,25 +110,45 @@ bool hold(Values& values, const std::vector<int>& units) {
   return true;
 }
 
-void let_go_of_held(Values& values, const std::vector<int>& units, bool check) {
+void Values::end_held(const std::vector<int>& units) {
+  for (const int unit : units) {
+    if (state_->driver->held(unit) == 1) state_->border->leave_views(unit);
+  }
+  state_->driver->let_go(units);
+  state_->tiers.device.trim();
+}
+
+void let_go_of_held(Values& values, const std::vector<int>& units, const std::string& error) {
   auto& state = *values.state_;
   if (state.closed) return;  // close() has given the model back
-  const auto end = [&] {
-    for (const int unit : units) {
-      if (state.driver->held(unit) == 1) state.border->leave_views(unit);
-    }
-    state.driver->let_go(units);
-    state.tiers.device.trim();
-  };
   try {
-    if (check) state.border->look_at_params();
-    if (check) values.refuse_edits(units);
+    state.border->look_at_params();
+    if (state.moves_params) {
+      take_turn(state.group->board(), "end of inference", "left inference()");
+      const std::string problem = engine::first_problem(*state.executor, "end of inference", error);
+      if (!problem.empty()) {
+        throw RuntimeFault(
+            concat("[engine::inference] ", problem, ". This error ended inference() on all ranks"));
+      }
+    }
+    values.refuse_edits(units);
   } catch (...) {
-    end();
+    values.end_held(units);
     throw;
   }
-  end();
+  values.end_held(units);
 }
+
+void abandon_held(Values& values, const std::vector<int>& units, const std::string& error) {
+  auto& state = *values.state_;
+  if (state.closed) return;
+  leave_turn(state.group->board(), concat("left inference() because of an error: ", error), true);
+  values.end_held(units);
+}
+
+void begin_pass(Values& values) { ++values.state_->passes; }
+
+void end_pass(Values& values) { --values.state_->passes; }
 
 void keep_views(Values& values, const std::vector<int>& units) {
   auto& state = *values.state_;

@@ -41,6 +41,9 @@ class FrozenParams {
   std::vector<at::Tensor> trained_;  // before
 };
 
+// Throws RuntimeFault if a pass over the weights is open. `call` is about to change the weights.
+void refuse_in_pass(int passes, const char* call);
+
 // [all ranks] Claims space in the swap file for parameters of the units that rest in users' files
 // and will be written. Throws RuntimeFault on all ranks if a disk is too full.
 void claim_writes(exec::Executor& executor, const std::vector<int>& units);
@@ -70,9 +73,20 @@ class BroughtUnits {
 // [all ranks] Gathers the units, and keeps them whole until let_go_of_held(). Returns false, and
 // gathers nothing, if the copies would take more than 4/5 of the memory that is left on some rank.
 PENSTOCK_API bool hold(Values& values, const std::vector<int>& units);
-// [all ranks, with `check`] Frees the copies. With `check`, throws RuntimeFault if parameters that
-// do not rest whole were changed in the meantime.
-PENSTOCK_API void let_go_of_held(Values& values, const std::vector<int>& units, bool check);
+// [all ranks] Frees the copies. `error`: what this rank's code raised while units were held, or "".
+// Throws RuntimeFault on all ranks if the code of a rank raised an error, or if parameters that do
+// not rest whole were changed in the meantime.
+PENSTOCK_API void let_go_of_held(Values& values, const std::vector<int>& units,
+                                 const std::string& error);
+// Replaces let_go_of_held() on a rank that must not wait for the others, because its code raised an
+// error while they may wait for this rank. Their calls that meet this rank throw.
+PENSTOCK_API void abandon_held(Values& values, const std::vector<int>& units,
+                               const std::string& error);
+
+// A pass over the weights that users read value by value. Until it ends, calls that change the
+// weights throw RuntimeFault.
+PENSTOCK_API void begin_pass(Values& values);
+PENSTOCK_API void end_pass(Values& values);
 
 // Returns the first unit of each parameter, by name.
 PENSTOCK_API std::map<std::string, int> first_units(const Values& values);

@@ -22,6 +22,7 @@
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 #include "src/device/wire_codec.h"
+#include "src/engine/model/held_units.h"
 #include "src/engine/model/residual_state.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/window_agreement.h"
@@ -57,6 +58,7 @@ struct Values::ParamState {
   ParamState(Core::State& core, const std::string& param, const std::string& wanted)
       : state(core), name(param), role(wanted) {
     state.check_open("state");
+    engine::refuse_in_pass(state.passes, "state");
     if (state.driver->holds())
       throw RuntimeFault(
           "[engine::state] this call does not work inside gathered(). Leave the block first");

@@ -44,6 +44,7 @@ std::vector<Shard> Values::shards(bool hidden) {
 }
 
 void Values::check_may_change(const std::string& what) {
+  engine::refuse_in_pass(state_->passes, "optimizer");
   const char* where = nullptr;
   if (engine::in_backward()) {
     where = "in backward";
@@ -441,8 +442,10 @@ void Values::gather(const std::vector<int>& units, bool write) {
   state_->border->look_at_params();
   exec::Executor& executor = *state_->executor;
   if (!units.empty() && state_->moves_params) {
-    take_turn(state_->group->board(), "gathered", "called gathered()");
+    take_turn(state_->group->board(), "gathered",
+              state_->passes > 0 ? "called weights()" : "called gathered()");
   }
+  if (write) engine::refuse_in_pass(state_->passes, "gathered");
   if (write) engine::claim_writes(executor, units);
   // [Note: Deltas] A forward or backward computes with the published values, so none may be open.
   if (write && executor.table().keeps_base() && !state_->driver->section()) {
@@ -472,6 +475,8 @@ void Values::gather(const std::vector<int>& units, bool write) {
 
 void Values::release(const std::vector<int>& units, bool write) {
   if (state_->closed) return;  // close() inside the block has given the model back
+  const char* did = state_->passes > 0 ? "went on with weights()" : "left gathered()";
+  if (!units.empty() && state_->moves_params) take_turn(state_->group->board(), "release", did);
   try {
     state_->border->look_at_params();
     for (const int unit : units) {

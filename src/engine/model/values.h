@@ -104,7 +104,11 @@ class PENSTOCK_API Values {
  private:
   friend std::map<std::string, int> first_units(const Values& values);
   friend bool hold(Values& values, const std::vector<int>& units);
-  friend void let_go_of_held(Values& values, const std::vector<int>& units, bool check);
+  friend void let_go_of_held(Values& values, const std::vector<int>& units,
+                             const std::string& error);
+  friend void abandon_held(Values& values, const std::vector<int>& units, const std::string& error);
+  friend void begin_pass(Values& values);
+  friend void end_pass(Values& values);
   friend void keep_views(Values& values, const std::vector<int>& units);
   friend void refine_masters(Values& values,
                              const std::vector<std::pair<std::string, at::Tensor>>& loaded);
@@ -113,6 +117,7 @@ class PENSTOCK_API Values {
   std::vector<std::pair<std::string, at::Tensor>> gradients(const std::string& only);
   void check_may_change(const std::string& what);
   void refuse_edits(const std::vector<int>& units);
+  void end_held(const std::vector<int>& units);  // held_units.cpp
   void let_go_of(const std::vector<int>& units, bool write);
   template <class Sink>
   void for_each_weight(bool everywhere, const Sink& sink);

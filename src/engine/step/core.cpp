@@ -173,6 +173,7 @@ bool Core::window_complete(bool force) {
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
                 const std::string& options) {
   const auto inside = state_->calling.within("step");
+  engine::refuse_in_pass(state_->passes, "step");
   show(state_->group->board(), "update");  // for `penstock status`
   take_turn(state_->group->board(), exec::Norm::kLabel,
             engine::at_this_point("called step()", *state_->window, state_->steps));

@@ -130,6 +130,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::vector<int> open_units;
   int64_t seen_before = 0;                 // backwards of the window before the current one
   double backward_weight = 1.0;            // see Values::set_backward_weight()
+  int passes = 0;                          // open passes over the weights: begin_pass()
   engine::LentShards lent;                 // shards of masters that a user's optimizer holds
   std::vector<at::Tensor> lent_gradients;  // their gradients, only during that optimizer's step
   std::exception_ptr fault;  // thrown by a hook: autograd keeps its text but not its class

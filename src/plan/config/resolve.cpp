@@ -95,6 +95,8 @@ void Config::resolve(int world_size) {
                             : offload.gradients != "none"   ? "offload.gradients"
                             : activations.checkpoint > 0    ? "activations.checkpoint"
                             : offload.activations != "none" ? "offload.activations"
+                            : schedule.type != "none"       ? "schedule"
+                            : nonfinite != "error"          ? "nonfinite"
                                                             : nullptr;
   if (inference && of_training != nullptr) {
     throw ConfigError(concat("[plan::Config::resolve] \"", of_training,
