@@ -53,6 +53,7 @@ NAV: dict[str, str | dict[str, str]] = {
         "Tables of placements": "tables.md",
         "Slow networks": "slow_networks.md",
         "Several ranks, one model": "parallel.md",
+        "Inference": "inference.md",
         "Checkpoints": "checkpoints.md",
         "Launching": "launching.md",
         "Monitoring": "monitoring.md",

@@ -10,6 +10,7 @@ import pytest
 import test_inference as inference
 import test_quantized as quantized
 import test_rest_in_files as rest_in_files
+import test_row_slices as row_slices
 import test_token_caches as token_caches
 import torch
 
@@ -41,6 +42,29 @@ def test_generates(family, place, mode, device_pools, tmp_path):
     for told in device_pools(world).run(generates, family, place, mode, str(tmp_path), timeout=200):
         assert told["same"]
         assert told["forwards"][0] == told["forwards"][1]
+
+
+def slices(family: str, place: str, mode: str, path: str) -> dict[str, Any]:
+    on_device.schedule(2)
+    return row_slices.slices(family, place, mode, path, on_device.device())
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "mode"),
+    [
+        ("llama", "zero3 alone", "stream"),
+        ("gpt2", "zero3", "resident"),
+        ("phi3", "disk", "stream"),
+        ("mistral", "P2", "auto"),
+        ("opt", "T2", "stream"),
+    ],
+    ids="-".join,
+)
+def test_slices_of_the_batch(family, place, mode, device_pools, tmp_path):
+    world = inference.PLACES[place][0]
+    for told in device_pools(world).run(slices, family, place, mode, str(tmp_path), timeout=200):
+        assert all(told["same"])
+        assert max(told["error"]) < 1e-5
 
 
 def runs_from_files(path: str, table: dict[str, Any]) -> dict[str, Any]:

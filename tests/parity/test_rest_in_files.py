@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from parity import hugging_face as hf
@@ -127,18 +128,21 @@ def test_runs_from_the_files(table, pools, tmp_path):
         assert told["units"] >= (3 if "P2" in table else 7) and told["written"] == 0, told
 
 
-def built_without_values(folder: str) -> dict[str, Any]:
+def built_without_values(folder: str, tied: str) -> dict[str, Any]:
     from accelerate import init_empty_weights  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     import penstock  # noqa: PLC0415
 
-    plain = files(folder)
+    plain = files(folder, tie_word_embeddings=tied != "no")
     state = torch.get_rng_state()
-    with penstock.init(timeout_s=20.0, weights=folder), init_empty_weights():
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
-        )
+    with penstock.init(timeout_s=20.0, weights=folder):
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+            )
+        if tied == "again":
+            model.tie_weights()
     told = {"drawn": not torch.equal(state, torch.get_rng_state())}
     engine = start(folder, model)
     told |= {"same": torch.equal(text(model), text(plain)), "written": written(engine)}
@@ -146,9 +150,15 @@ def built_without_values(folder: str) -> dict[str, Any]:
     return told
 
 
-def test_built_without_values(pools, tmp_path):
-    for told in pools(2).run(built_without_values, str(tmp_path)):
+@pytest.mark.parametrize("tied", ["no", "again"])
+def test_built_without_values(tied, pools, tmp_path):
+    for told in pools(2).run(built_without_values, str(tmp_path), tied):
         assert told == {"drawn": False, "same": True, "written": 0}
+
+
+def test_parameters_that_were_separated(pools, tmp_path):
+    with pytest.raises(ranks.RankError, match=r"call model\.tie_weights\(\) before the end"):
+        pools(1).run(built_without_values, str(tmp_path), "separated")
 
 
 # ---- what is copied as before

@@ -358,6 +358,10 @@ def no_such_file(folder):
     built(os.path.join(folder, "none"))
 
 
+def not_a_path(folder):
+    built(123)
+
+
 def another_format(folder):
     if dist.get_rank() == 0:
         torch.save(values_of(), os.path.join(folder, "pytorch_model.bin"))
@@ -457,6 +461,7 @@ REFUSED = {
     changed_meanwhile: ("RuntimeFault", "was changed after penstock.init|rank 0"),
     cut_meanwhile: ("RuntimeFault", "was changed after penstock.init|rank 0"),
     no_such_file: ("ConfigError", "which does not exist. Pass a safetensors file"),
+    not_a_path: ("ConfigError", "weights is 123. Pass the path"),
     another_format: ("ConfigError", "which has neither model.safetensors nor .*convert"),
     index_of_other_files: ("RuntimeFault", 'in the index and in the files differ.*"further"'),
     index_outside: ("RuntimeFault", "outside its folder"),

@@ -419,9 +419,9 @@ def test_bytes_are_those_of_the_engine(name, dtype, capsys, tmp_path):
     model = ["--model", f"{tmp_path}/nets.py:{name}", "--world", "2"]
     settings = {"precision": "bf16", "inference": True, "prefetch_bytes": 8 << 20}
     config = ["--config", json.dumps(settings)]
-    _, out, _ = plan(capsys, *model, *config, "--generate", f"{SMALL},kv=0,keep=1MiB")
-    ours, _, _ = generate(capsys, f"{SMALL},kv=0,keep=1MiB", model=model, config=config)
-    settings |= {"quantize": {"dtype": dtype}, "offload": {"keep_bytes": "1MiB"}}
+    _, out, _ = plan(capsys, *model, *config, "--generate", f"{SMALL},kv=0,keep=3MiB")
+    ours, _, _ = generate(capsys, f"{SMALL},kv=0,keep=3MiB", model=model, config=config)
+    settings |= {"quantize": {"dtype": dtype}, "offload": {"keep_bytes": "3MiB"}}
     code, text, err = plan(capsys, *model, "--config", json.dumps(settings))
     assert code == 0, err
     units = re.search(r"in (\d+) units", text)[1]
@@ -434,7 +434,7 @@ def test_bytes_are_those_of_the_engine(name, dtype, capsys, tmp_path):
             continue
         peak = engine["zero3", tier]
         assert one["memory"]["disk"] == pytest.approx(peak["disk"], rel=0.01)
-        most = 1.5 if dtype == "none" else 1.8
+        most = 1.5 if dtype == "none" else 2.1
         for memory in ("device", "host"):  # never less, but for padding
             assert 0.98 * peak[memory] <= one["memory"][memory] <= most * peak[memory], memory
 
@@ -446,6 +446,7 @@ WRONG = {
     "count": ("new=half", 'new of --generate is "half", not a whole number >= 1'),
     "zero": ("prompt=0", 'prompt of --generate is "0", not a whole number >= 1'),
     "bytes": ("kv=lots", 'kv of --generate is "lots"; allowed: a whole number of bytes >= 0'),
+    "keep": ("keep=10", "keep of --generate is 10 bytes, but the smallest unit has 15104"),
     "twice": ("new=1,new=2", '"new" twice: 1 and 2'),
 }
 WRONG_OPTIONS = {
@@ -456,6 +457,7 @@ WRONG_OPTIONS = {
     "table": (["--config", '{"tiling": {"max_bytes": 4096}}'], 'the effect of "tiling"'),
     "mesh": (["--world", "2", "--config", '{"mesh": {"tensor": 2}}'], "is for data ranks only"),
     "units": (["--config", '{"units": {"modules": ["Blok"]}}'], 'has the class "Blok"'),
+    "optimizer": (["--config", '{"optimizer": {"type": "AdamW"}}'], '"optimizer" in --config'),
     "training": (["--config", '{"activations": {"checkpoint": "unit"}}'], '"activations'),
 }
 

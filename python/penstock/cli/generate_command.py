@@ -85,6 +85,8 @@ def _check(args: argparse.Namespace, config: dict[str, Any]) -> None:
                 f"[plan] --{option} has no effect with --generate: give batch and prompt in "
                 "--generate, and the ranks as --world"
             )
+    if _given(config, "optimizer"):
+        raise ValueError('[plan] "optimizer" in --config is for training, not --generate')
     uncounted = [key for key in (*_UNCOUNTED, "comm.codec") if _given(config, key)]
     if uncounted:
         raise ValueError(
@@ -116,6 +118,16 @@ def _question(
         nodes=mesh.node,
         on_cpu=args.machine is not None and machine_file.is_of_cpu(args.machine),
     )
+
+
+def _check_kept(question: Question) -> None:
+    """Raises ValueError if so few bytes are to be kept that no unit is."""
+    keep = question.request.keep_bytes
+    smallest = min(filter(None, (question.whole([unit]) for unit in question.units)), default=0)
+    if keep and keep < smallest:
+        raise ValueError(
+            f"[plan] keep of --generate is {keep} bytes, but the smallest unit has {smallest}"
+        )
 
 
 def _config_for(found: Forecast, config: dict[str, Any]) -> dict[str, Any]:
@@ -233,6 +245,7 @@ def report(
     _check(args, config)
     config = {**config, "inference": True, "precision": config.get("precision") or "bf16"}
     question = _question(args, model, config, machine)
+    _check_kept(question)
     if isinstance(model, model_spec.Blocks):
         del config["units"]  # names the stand-ins for blocks
     if args.budget is not None:

@@ -207,15 +207,23 @@ def _staging(question: Question, mode: Mode, streamed: Sequence[UnitSize]) -> in
     After a unit's forward, its values are compared with those on disk. Quantized values are decoded
     for this.
     """
-    window, others = _window(question, streamed), _without_root(question, streamed)
-    read = window.root + question.at_rest(others, mode.dtype) * window.share
-    staged = math.ceil(read / question.world)
+
+    def read(units: Sequence[UnitSize]) -> int:
+        window = _window(question, units)
+        rest = (
+            question.at_rest(_without_root(question, units), mode.dtype) * window.share
+            + window.root
+        )
+        return math.ceil(rest / question.world)
+
+    staged = max(read(streamed), read(question.units))  # the first forward reads kept units, too
     decoded = _decoded(question, mode)
 
     def compared(units: Sequence[UnitSize]) -> int:
         rest = max((question.at_rest([unit], mode.dtype) for unit in units), default=0)
         return math.ceil(rest / question.world) + decoded
 
+    others = _without_root(question, streamed)
     return max(staged + (compared(others) if decoded else 0), compared(question.units))
 
 

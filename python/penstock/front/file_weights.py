@@ -19,6 +19,10 @@ from penstock.front import module_tree, ranks, shard_index
 _MOST = 10  # names in one line of an error
 # Files of torch 0.4 and before lack these entries, and torch's norms load without them.
 _COUNTS = "num_batches_tracked"
+_TIED = (
+    ". If it is tied to a parameter in the files, call model.tie_weights() before the end of "
+    "penstock.init(), after accelerate's init_empty_weights(), which separates tied parameters"
+)
 _LOADS = ("load_state_dict", "_load_from_state_dict")
 _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
@@ -187,6 +191,7 @@ class Filling:
 
     def __init__(self, weights: FileWeights, held: Any, strict: bool) -> None:
         self._weights, self._held, self._strict = weights, held, strict
+        self._ties = False  # whether the model has transformers' tie_weights()
 
     def fill(self, model: torch.nn.Module, place: tuple[str, torch.device], ops: Any) -> None:
         """[all ranks] Fills the model. `place`: where parameters wait and train. `ops`: makes the
@@ -196,6 +201,7 @@ class Filling:
             ConfigError: if tensors are missing, unexpected or do not fit; the error names them.
         """
         _check_plain(model, self._weights.path)
+        self._ties = callable(getattr(model, "tie_weights", None))
         names: dict[torch.Tensor, list[str]] = {}
         for name, value in _names(model):
             names.setdefault(value, []).append(name)
@@ -254,6 +260,7 @@ class Filling:
                 + "; ".join(parts)
                 + (". strict=False allows missing and additional tensors" if self._strict else "")
                 + (". A missing tensor on the meta device has no values" if empty else "")
+                + (_TIED if empty and self._ties else "")
             )
         if (missing or unexpected) and ranks.rank() == 0:
             warnings.warn(

@@ -86,9 +86,10 @@ class ParamState:
     def state_names(self) -> list[str]:
         """Returns torch's names of the moments that the engine keeps, such as "exp_avg".
 
-        The list is empty if the optimizer computes in Python.
+        The list is empty if the optimizer computes in Python, or the engine is for inference.
         """
-        return [] if self._external is not None else list(self.config.optimizer.moments)
+        none = self._external is not None or self.config.inference
+        return [] if none else list(self.config.optimizer.moments)
 
     def param_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """Returns a copy of the state, fp32 in the parameter's shape ("step": a scalar).

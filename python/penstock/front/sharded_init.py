@@ -222,6 +222,10 @@ def _context(
 ) -> _Context:
     """[all ranks] Returns the context that init() opens. Arguments that are not given are those of
     the context around it."""
+    if weights is not None and not isinstance(weights, (str, os.PathLike)):
+        raise ConfigError(
+            f"[front::init] weights is {weights!r}. Pass the path of a file or a folder"
+        )
     outer = _open[-1] if _open else None
     path = path or (outer.path if outer else "")
     held.open(path)

@@ -89,6 +89,12 @@ void Config::resolve(int world_size) {
         "[plan::Config::resolve] \"parallel.sequence\" is set, but \"mesh.sequence\" is 1, so "
         "sequences are not cut");
   }
+  if (inference && offload.optimizer == "auto") {
+    throw ConfigError(
+        "[plan::Config::resolve] \"offload\" is \"auto\", which chooses tiers for training, but "
+        "\"inference\" is true. Set \"offload.params\"; `penstock plan --generate` compares its "
+        "values");
+  }
   const char* of_training = clip > 0                        ? "clip"
                             : batch.accumulate > 1          ? "batch.accumulate"
                             : offload.optimizer != "none"   ? "offload.optimizer"
