@@ -12,8 +12,9 @@ and then repeated for the batch; its seconds are left out on both sides.
 
 The model is a Llama with random weights, 2048 wide with 4 of 32 heads for keys and values. Each
 case is a fresh process; `--limit-mib` is its limit of memory with the page cache (a memory cgroup,
-needs root). Without --machine, `penstock bench` runs first, with the width of the model. A step is
-the median of the steps after the first one.
+needs root). Without --machine, `penstock bench` runs before and after each case, with the width of
+the model, and the predictions from both are averaged, because the speed of a shared machine
+changes. A step is the median of the steps after the first one.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def run_try(options: argparse.Namespace) -> None:
 # ---- the parent
 
 
-def predicted(case: dict[str, Any], options: argparse.Namespace, folder: str) -> dict[str, Any]:
+def predicted(
+    case: dict[str, Any], options: argparse.Namespace, folder: str, machine_path: str
+) -> dict[str, Any]:
     config = config_for(case, options)
     config["quantize"].pop("dtype")
     if config["offload"].pop("params", None) == "disk" and case.get("cache") != "disk":
@@ -135,7 +138,7 @@ def predicted(case: dict[str, Any], options: argparse.Namespace, folder: str) ->
     if case.get("cache") is None:
         config.pop("quantize")
     command = [COMMAND, "plan", "--json"]
-    command += ["--model", f"{folder}/config.json", "--machine", options.machine]
+    command += ["--model", f"{folder}/config.json", "--machine", machine_path]
     command += ["--config", json.dumps(config), "--generate"]
     command += [f"batch={case['batch']},prompt={case['prompt']},new={case['new']},keep=0"]
     done = subprocess.run(command, text=True, capture_output=True)
@@ -161,10 +164,27 @@ def tried(text: str, options: argparse.Namespace) -> dict[str, Any]:
         return told
 
 
+def measured_machine(options: argparse.Namespace, folder: str, when: str) -> str:
+    """Returns a file with the speeds of the machine at this time."""
+    if options.machine:
+        return str(options.machine)
+    path = f"{folder}/{when}.json"
+    earlier = pathlib.Path(f"{folder}/after.json")
+    if when == "before" and earlier.exists():  # of the case before
+        return str(earlier.replace(path))
+    command = [COMMAND, "bench", "--disk", options.path, "-o", path]
+    command += ["--precision", options.precision, "--width", str(options.width)]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
+
+
 def compared(text: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     case = case_of(text)
-    one: dict[str, Any] = {"case": text, "predicted": predicted(case, options, folder)}
-    one["measured"] = tried(text, options)
+    before = predicted(case, options, folder, measured_machine(options, folder, "before"))
+    one: dict[str, Any] = {"case": text, "measured": tried(text, options)}
+    after = predicted(case, options, folder, measured_machine(options, folder, "after"))
+    means = {key: (before[key] + after[key]) / 2 for key in ("prefill_s", "step_s")}
+    one["predicted"] = {**after, **means}
     if "failed" in one["measured"]:
         print(f"| {text} | {one['measured']['failed']} |", flush=True)
         return one
@@ -188,12 +208,6 @@ def compared(text: str, options: argparse.Namespace, folder: str) -> dict[str, A
 def parent(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         config_of(options).save_pretrained(folder)
-        if not options.machine:
-            options.machine = f"{folder}/machine.json"
-            command = [COMMAND, "bench", "--disk", options.path]
-            command += ["--precision", options.precision, "--width", str(options.width)]
-            subprocess.run([*command, "-o", options.machine], check=True)
-            print(pathlib.Path(options.machine).read_text(encoding="utf-8"))
         if options.limit_mib:
             CGROUP.mkdir(exist_ok=True)
             limit = CGROUP / "memory.limit_in_bytes"

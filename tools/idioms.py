@@ -49,8 +49,8 @@ edit the result of `engine.full_grads()`, which is averaged over ranks, and pass
 | `optimizer.state_dict()`, `optimizer.load_state_dict()` | `engine.save()`, `engine.load()` |
 | a reset of moments | `engine.set_param_state(p, name, zeros)`, which keeps the step count; or \
 `engine.close()` and `initialize()` again |
-| LBFGS, Adafactor and others that are not elementwise | \
-AdamW, Adam, SGD, Adagrad, Lion or another elementwise class |
+| an optimizer whose step on one parameter depends on others (LBFGS) | \
+AdamW, Adam, SGD, Adagrad, Lion, or a class that steps on each parameter by itself |
 | two optimizers for one model | one optimizer with parameter groups |
 | an optimizer with a parameter outside the model | \
 make the parameter a `Parameter` of the model, or give it a separate optimizer |

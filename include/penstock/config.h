@@ -25,9 +25,9 @@ struct OptimizerConfig {
   std::array<double, 2> betas = {0.9, 0.999};
   double eps = 1e-8;
   double weight_decay = 0.01;
-  double momentum = 0.0, dampening = 0.0;  // SGD
-  double lr_decay = 0.0;                   // Adagrad
+  double momentum = 0.0, dampening = 0.0, lr_decay = 0.0;  // SGD; lr_decay: Adagrad
   bool nesterov = false;
+  std::string layout = "flat";         // "flat" "whole": no shard has a part of a parameter
   std::string moments_dtype = "fp32";  // "fp32" "bf16"; of the stored moments; not for Adagrad
 };
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "penstock/error.h"
@@ -78,6 +79,38 @@ void Flat::add(const Slot& described, const std::string& unit) {
 void Flat::seal(int num_ranks) {
   const int64_t used = slots.back().offset + slots.back().room;
   numel = round_up(std::max<int64_t>(used, 1), num_ranks * kShardBytes / element_bytes());
+}
+
+// [Note: Whole layout] A shard of a flat in the whole layout has whole parameters, so an optimizer
+// that looks at whole tensors works on shards. Each parameter, the largest first, goes to the rank
+// with the fewest elements of this flat, and among these to the one with the fewest of all flats.
+// The largest shard decides the size of all.
+void Flat::seal_whole(std::vector<int64_t>& loads) {
+  const int64_t align = kAlignBytes / element_bytes();
+  std::vector<size_t> order(slots.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return slots[a].room > slots[b].room; });
+  std::vector<int64_t> used(loads.size(), 0);
+  std::vector<size_t> shard(slots.size());
+  for (const size_t slot : order) {
+    size_t best = 0;
+    for (size_t rank = 1; rank < loads.size(); ++rank) {
+      if (std::pair(used[rank], loads[rank]) < std::pair(used[best], loads[best])) best = rank;
+    }
+    shard[slot] = best;
+    slots[slot].offset = used[best];
+    used[best] = round_up(used[best] + slots[slot].room, align);
+    loads[best] += slots[slot].room;
+  }
+  const int64_t largest = std::max<int64_t>(1, *std::max_element(used.begin(), used.end()));
+  const int64_t size = round_up(largest, kShardBytes / element_bytes());
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    slots[slot].offset += static_cast<int64_t>(shard[slot]) * size;
+  }
+  std::stable_sort(slots.begin(), slots.end(),
+                   [](const Slot& a, const Slot& b) { return a.offset < b.offset; });
+  numel = size * static_cast<int64_t>(loads.size());
 }
 
 // See [Note: Windows]. The storage keeps its nbytes, so shapes and views of a freed parameter work.

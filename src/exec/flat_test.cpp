@@ -2,10 +2,16 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <random>
+#include <set>
 
+#include "src/base/text.h"
 #include "src/mem/arena.h"
 
 namespace penstock::exec {
@@ -47,6 +53,59 @@ TEST(Flat, ParametersAreWindowsAndReadingAFreedOneNamesIt) {
   flat.attach(whole.data().host());
   EXPECT_FLOAT_EQ(view.sum().item<float>(), 6.0F);
   flat.detach();
+}
+
+// Returns where parameters of these sizes are in the whole layout.
+Flat whole_of(const std::vector<int64_t>& sizes, std::vector<int64_t>& loads) {
+  Flat flat(Dtype::kFp32, true);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    flat.add(slot_of(concat("p", i), at::zeros({sizes[i]})), "u");
+  }
+  flat.seal_whole(loads);
+  return flat;
+}
+
+TEST(Flat, InTheWholeLayoutNoShardHasAPartOfAParameter) {
+  std::mt19937 random(5);
+  for (int draw = 0; draw < 200; ++draw) {
+    const size_t ranks = 1 + random() % 7;
+    std::vector<int64_t> loads(ranks, 0);
+    std::vector<int64_t> before = loads;
+    for (int unit = 0; unit < 3; ++unit) {
+      std::vector<int64_t> sizes(1 + random() % 9);
+      int64_t sum = 0;
+      for (int64_t& size : sizes) sum += size = static_cast<int64_t>(random() % 700);
+      const Flat flat = whole_of(sizes, loads);
+      const int64_t shard = flat.numel / static_cast<int64_t>(ranks);
+      EXPECT_EQ(flat.numel, shard * static_cast<int64_t>(ranks));
+      EXPECT_EQ(shard % 128, 0);
+      int64_t end = 0;
+      std::set<std::string> names;
+      for (const Slot& slot : flat.slots) {
+        EXPECT_GE(slot.offset, end);  // in order, without overlap
+        EXPECT_EQ(slot.offset % 16, 0);
+        end = slot.offset + slot.numel;
+        names.insert(slot.name);
+        const int64_t last = std::max(slot.offset, end - 1);
+        EXPECT_EQ(slot.offset / shard, last / shard);
+      }
+      EXPECT_LE(end, flat.numel);
+      EXPECT_EQ(names.size(), sizes.size());
+      const int64_t added = std::accumulate(loads.begin(), loads.end(), int64_t{0}) -
+                            std::accumulate(before.begin(), before.end(), int64_t{0});
+      EXPECT_EQ(added, sum);
+      before = loads;
+    }
+  }
+}
+
+TEST(Flat, TheWholeLayoutBalancesRanks) {
+  std::vector<int64_t> loads(2, 0);
+  EXPECT_EQ(whole_of({400, 300, 200, 100}, loads).numel, 2 * 512);
+  EXPECT_EQ(loads, (std::vector<int64_t>{500, 500}));
+  loads.assign(4, 0);  // one matrix at a time: the ranks take turns
+  for (int unit = 0; unit < 8; ++unit) whole_of({256}, loads);
+  EXPECT_EQ(loads, (std::vector<int64_t>(4, 512)));
 }
 
 TEST(Flat, WhatNothingWasWrittenToIsZeroed) {

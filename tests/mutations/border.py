@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Mutation, Program, Pytest
+from planted import Mutation, Program, Pytest, gtest
 
 RANKS = "tests/parity/test_border_ranks.py"
 WINDOWS = "tests/parity/test_border_windows.py"
@@ -214,5 +214,33 @@ AT_THE_BORDER = [
         "                ranks.refuse(error, _mesh_of_nodes(*args[1:2], **kwargs))\n",
         "                pass\n",
         Pytest((WAITS, "-k", "begins and model")),
+    ),
+    Mutation(
+        "a step on whole parameters that depends on the others is not refused",
+        "python/penstock/front/optimizer_whole.py",
+        '                    return "its step on one parameter depends on the others"\n',
+        "                    pass\n",
+        Pytest(("tests/parity/test_whole_optimizers.py", "-k", "refused and together")),
+    ),
+    Mutation(
+        "a rule on whole parameters that changes later is not noticed",
+        "python/penstock/front/optimizer_methods.py",
+        "                return whole, False\n        return whole, self._agrees(whole, parts)\n",
+        "                return whole, True\n        return whole, True\n",
+        Pytest(("tests/parity/test_whole_optimizers.py", "-k", "changes_later")),
+    ),
+    Mutation(
+        "gradients of whole parameters are those of other ranks' parameters",
+        "python/penstock/front/optimizer.py",
+        "        gradients = [every[index] for index in self._indices]\n",
+        "        gradients = every[: len(self._indices)]\n",
+        Pytest(("tests/parity/test_whole_optimizers.py", "-k", "plain_torch and Shampoo")),
+    ),
+    Mutation(
+        "parameters of the whole layout cross shards",
+        "src/exec/flat.cpp",
+        "    slots[slot].offset += static_cast<int64_t>(shard[slot]) * size;\n",
+        "    slots[slot].offset += static_cast<int64_t>(shard[slot]) * (size - align);\n",
+        gtest("src/exec/exec_test", "Flat.*"),
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planted import Mutation, Pytest, gtest
 
+SLICES = "python/penstock/front/row_slices.py"
 FRONT = "python/penstock/front/inference.py"
 GUARD = "python/penstock/front/forward_guard.py"
 WINDOW = "python/penstock/parallel/pipeline_window.py"
@@ -31,9 +32,37 @@ INFERENCE = [
     Mutation(
         "edits of gathered parameters are lost without an error",
         FRONT,
-        "            values.let_go_of_held(units, True)\n",
-        "            values.let_go_of_held(units, False)\n",
+        '            values.let_go_of_held(units, "")\n',
+        '            values.abandon_held(units, "")\n',
         Pytest((TESTS, "-k", "test_error and edits_inside")),
+    ),
+    Mutation(
+        "weights of two versions are given without an error",
+        FRONT,
+        "        values.begin_pass()\n",
+        "",
+        Pytest(("tests/parity/test_inference_ends.py", "-k", "one_version and zero3 and step")),
+    ),
+    Mutation(
+        "an error inside inference() is not told to other ranks",
+        FRONT,
+        '            values.let_go_of_held(units, f"inference() was left with {told}")\n',
+        '            values.let_go_of_held(units, "")\n',
+        Pytest(("tests/parity/test_inference_ends.py", "-k", "error_on_one_rank and zero3")),
+    ),
+    Mutation(
+        "slices of a batch whose rows depend on each other are not refused",
+        SLICES,
+        '                self._refuse("its rows depend on each other")\n',
+        "                pass\n",
+        Pytest(("tests/parity/test_row_slices.py", "-k", "other_models and tokens")),
+    ),
+    Mutation(
+        "slices of a batch lose the cache of all but the last rows",
+        SLICES,
+        "        self._fields[key][self._begin : self._end] = value\n",
+        "        self._fields[key][:] = value[:1]\n",
+        Pytest(("tests/parity/test_row_slices.py", "-k", "linear or whole_batch")),
     ),
     Mutation(
         "weights are the engine's own memory",

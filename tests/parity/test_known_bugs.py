@@ -324,7 +324,8 @@ def two_params(kind):
     """The model that a table of optimizers updates."""
     import penstock  # noqa: PLC0415
 
-    return {"AdamW": torch.optim.AdamW, "Lion": penstock.Lion}[kind]
+    kinds = {"AdamW": torch.optim.AdamW, "Lion": penstock.Lion}
+    return (kinds | {"Adafactor": torch.optim.Adafactor})[kind]
 
 
 def two_steps(strategy, kind):
@@ -350,13 +351,11 @@ def test_b25_two_parameters_two_groups_two_steps(strategy, kind, pools):
 
 
 @every_strategy
-def test_b24_whole_matrix_optimizer_is_refused(strategy, record_property):
-    import penstock  # noqa: PLC0415
-
-    model = bug_models.TwoParams()
-    with pytest.raises(penstock.ConfigError, match="Muon is not elementwise") as caught:
-        initialize(model, {"strategy": strategy}, optimizer=torch.optim.Muon([model.weight]))
-    record_property("refused", f"{type(caught.value).__name__}: {caught.value}")
+def test_b24_whole_matrix_optimizer(strategy, pools):
+    case, model = case_of(strategy, model="awkward"), bug_models.TwoParams()
+    weights = pools(case.world).run(two_steps, strategy, "Adafactor")[0]
+    windows = [[batch] for batch in batches(case)[:2]]
+    assert_weights(weights, plain_steps(model, torch.optim.Adafactor(model.groups()), windows))
 
 
 PEAK, WARM_UP, TOTAL, LOW = 0.04, 3, 8, 0.1

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from test_optimizers_outside_step import WORLD, Net, Own, inputs, of
 from torch import nn
 
+FLAT = {"strategy": "zero3", "optimizer": {"layout": "flat"}}
+
 
 class Chosen(Own):
     """Divides the gradients of some parameters by their norm, as Muon's auxiliary groups do."""
@@ -146,7 +148,7 @@ def test_refused_at_initialize(name):
     model = build()
     before = of(model)
     with pytest.raises(penstock.ConfigError, match=words):
-        penstock.initialize(model, {"strategy": "zero3"}, optimizer=make(model))
+        penstock.initialize(model, FLAT, optimizer=make(model))
     assert all(torch.equal(value, before[key]) for key, value in of(model).items())
 
 
@@ -214,7 +216,7 @@ def stepped(make: Callable[..., Any], strategy: str) -> tuple[int, str, Any, Any
 def test_refused_at_the_step_that_differs(make, strategy, pools):
     for applied, told, before, after in pools(WORLD).run(stepped, make, strategy):
         assert applied == LATE, told
-        assert f"[front::step] until now {make.__name__} was" in told
+        assert f"[front::step] until now {make.__name__} updated slices" in told
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 

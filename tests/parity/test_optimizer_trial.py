@@ -1,5 +1,5 @@
-"""Optimizers that only seem elementwise, or work on other tensors than shards, are refused at
-initialize()."""
+"""Optimizers that only seem elementwise, or work on other tensors than shards, are refused in the
+layout "flat" at initialize(). test_whole_optimizers.py runs those that work on whole parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from test_optimizers_outside_step import Net, Own, of
+
+FLAT = {"strategy": "zero3", "optimizer": {"layout": "flat"}}
 
 
 class Late(Own):
@@ -114,7 +116,7 @@ def test_refused_at_initialize(name):
     model = Net()
     before = of(model)
     with pytest.raises(penstock.ConfigError, match=words):
-        penstock.initialize(model, {"strategy": "zero3"}, optimizer=make(model.parameters()))
+        penstock.initialize(model, FLAT, optimizer=make(model.parameters()))
     assert all(torch.equal(value, before[key]) for key, value in of(model).items())
 
 
@@ -168,7 +170,7 @@ def test_what_shows_rarely(make, words):
         penstock.initialize(model, optimizer=make(model.parameters())).close()
         return
     with pytest.raises(penstock.ConfigError, match=words):
-        penstock.initialize(model, optimizer=make(model.parameters()))
+        penstock.initialize(model, FLAT, optimizer=make(model.parameters()))
 
 
 def exchanging() -> str:

@@ -242,7 +242,7 @@ def test_defaults_are_those_of_torch():
     for kind in _penstock.OPTIMIZER_KINDS:
         make = {"Lion": PlainLion}.get(kind.name) or getattr(OPTIM, kind.name)
         group = make([parameter]).param_groups[0]
-        for key in set(kind.keys) - {"moments_dtype"}:
+        for key in set(kind.keys) - {"moments_dtype", "layout"}:
             ours, theirs = kind.defaults[key], group[key]
             assert (tuple(ours) if key == "betas" else ours) == theirs, f"{kind.name} {key}"
 
@@ -408,7 +408,8 @@ def test_not_elementwise(name, way):
     if way == "callable":
         given = lambda params: make(params)  # noqa: E731 - a class is refused for what it is
     with pytest.raises(penstock.ConfigError, match="not elementwise") as caught:
-        penstock.initialize(model, {"strategy": "zero3"}, optimizer=given)
+        config = {"strategy": "zero3", "optimizer": {"layout": "flat"}}
+        penstock.initialize(model, config, optimizer=given)
     assert name in str(caught.value)
     for now, then in zip(model.parameters(), before, strict=True):
         assert torch.equal(now, then), "the probe changed the model"

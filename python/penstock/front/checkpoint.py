@@ -5,6 +5,7 @@ optimizer that computes in Python, and registered objects. docs/formats.md descr
 """
 
 import json
+import math
 import os
 import warnings
 from collections import defaultdict
@@ -14,7 +15,14 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, _penstock
-from penstock.front import export, generators, module_tree, process_group, save_signals
+from penstock.front import (
+    export,
+    generators,
+    module_tree,
+    process_group,
+    save_signals,
+    whole_state,
+)
 from penstock.front.json_values import decode, decode_scalar, encode, encode_scalar
 from penstock.front.model_state import extra_states
 from penstock.front.optimizer import ShardStep
@@ -342,11 +350,20 @@ class _Taken:
         for name, begin, param, master in external.pieces():
             state: dict[str, Any] = {}
             for one in kept[name]:
-                value = torch.zeros(master.numel(), dtype=one.dtype, device=master.device)
                 key = one.role.removeprefix(_OWN)
-                role, state[key] = _OWN + key, value
-                if value.numel() > 0:
-                    shape = list(param.shape)
+                per_element = list(one.shape) == list(param.shape)
+                if not external.whole and (whole_state.is_packed(key) or not per_element):
+                    raise ConfigError(
+                        f"[front::load] the checkpoint's state {key!r} of parameter "
+                        f'"{name}" belongs to the whole parameter, but optimizer.layout is "flat". '
+                        f'Set it to "whole"'
+                    )
+                shape = list(one.shape)
+                size = math.prod(shape) if external.whole else master.numel()
+                value = torch.zeros(size, dtype=one.dtype, device=master.device)
+                state[key] = value.view(shape) if external.whole else value
+                if size > 0:
+                    role = _OWN + key
                     self.tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
             for key, value in scalars.get(name, {}).items():
                 state[key] = decode_scalar(value, master.device)
@@ -364,7 +381,9 @@ class _Taken:
             self._set_options(engine)
         if engine._external is not None:
             engine.optimizer.state.clear()
-            engine.optimizer.state.update(self._own)
+            engine.optimizer.state.update(
+                {master: whole_state.restored(state) for master, state in self._own.items()}
+            )
         self._set_rates(engine)
         for one, state in self._objects:
             one.load_state_dict(state)
@@ -445,9 +464,7 @@ def _option(value: Any, what: str) -> Any:
 
 
 def _optimizer_state(engine: Any) -> dict[str, Any]:
-    names = dict(engine._structure.own)
-    if engine._external is not None:
-        names |= {master: name for name, _, _, master in engine._external.pieces()}
+    own, external = engine._structure.own, engine._external
     groups = [
         {
             "options": {
@@ -455,7 +472,9 @@ def _optimizer_state(engine: Any) -> dict[str, Any]:
                 for key, value in group.items()
                 if key != "params"
             },
-            "params": sorted({names[one] for one in group["params"] if one in names}),
+            "params": sorted({own[one] for one in group["params"] if one in own})
+            if external is None
+            else external.group_names[i],
         }
         for i, group in enumerate(engine.optimizer.param_groups)
     ]
@@ -560,14 +579,16 @@ def _own_state(
                 f"not a parameter, so the state cannot be saved"
             )
     for name, begin, param, master in external.pieces():
-        for key, value in optimizer.state.get(master, {}).items():
-            what = f'state {key!r} of parameter "{name}"'
-            if external.is_single(key, value, master):
-                scalars[name][key] = encode_scalar(value, what)
-            elif value.shape == master.shape:
+        for own, value in optimizer.state.get(master, {}).items():
+            what, role = f'state {own!r} of parameter "{name}"', f"{_OWN}{own}"
+            if external.whole and not whole_state.is_simple(value):
+                role, value = _OWN + whole_state.packed_key(own), whole_state.packed(value, what)
+            if external.is_single(own, value, master):
+                scalars[name][own] = encode_scalar(value, what)
+            elif external.whole or value.shape == master.shape:
                 if value.numel() > 0:
-                    role, shape = _OWN + key, list(param.shape)
-                    tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
+                    shape, flat = value.shape if external.whole else param.shape, value.flatten()
+                    tensors.append(_Tensor(role, name, [*shape], begin, _Tensor.PIECES, flat))
             else:
                 raise ConfigError(
                     f"[front::save] {what} has shape {tuple(value.shape)}, but a checkpoint can "

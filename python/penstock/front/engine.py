@@ -126,9 +126,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
         return self in _alive
 
     def _finish_setup(self, given: torch.optim.Optimizer) -> None:
-        self._external = (
-            None if self._native else optim.ShardStep(given, self._core.values, ranks.world())
-        )
+        self._external = None if self._native else optim.ShardStep(given, self._core, ranks.world())
         optim.take_over(given, self._external, self._core)
         self._groups_seen = optim.group_members(given)
         if self.lr_scheduler is None:
@@ -138,8 +136,12 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
     def _scheduler(self, given: Any, config: Any) -> Any:
         """Returns the given scheduler. If a callable is given, calls it with the optimizer."""
         optimizer = self.optimizer
-        self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._peak_lrs = [float(group.get("lr", 0)) for group in optimizer.param_groups]
         self._scheduled = config.schedule.type != "none"
+        if self._scheduled and any("lr" not in group for group in optimizer.param_groups):
+            raise ConfigError(
+                f'[front::initialize] "schedule" is set, but {type(optimizer).__name__} has no "lr"'
+            )
         if given is not None and self._scheduled:
             raise ConfigError(
                 "[front::initialize] a scheduler is given both as an argument and as the key "
@@ -302,8 +304,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group for the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the first parameter group for the next step; 0 if it has none."""
+        return float(self.optimizer.param_groups[0].get("lr", 0))
 
     @property
     def steps(self) -> int:
@@ -498,7 +500,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Inference, Monitored
         group_of = optim.group_of(self.optimizer, self._structure.own)
         self._core.set_groups([group_of.get(param, 0) for param in self._structure.own])
         for group in self.optimizer.param_groups[len(self._peak_lrs) :]:
-            self._peak_lrs.append(float(group["lr"]))
+            self._peak_lrs.append(float(group.get("lr", 0)))
         self._groups_seen = optim.group_members(self.optimizer)
 
     def _schedule_lr(self) -> None:

@@ -17,13 +17,14 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
-from penstock.front.optimizer_methods import Methods, refuse_save
+from penstock.front.optimizer_methods import Methods, Twin, refuse_save
 from penstock.front.optimizer_trial import (
     check_elementwise,
     check_sizes,
     fresh_state,
     own_entries,
 )
+from penstock.front.optimizer_whole import WholeTwin, problem_on_whole
 
 _KINDS: dict[str, Any] = {kind.name: kind for kind in _penstock.OPTIMIZER_KINDS}
 _LION: dict[str, Any] = _KINDS["Lion"].defaults
@@ -94,6 +95,9 @@ def register(made: type[torch.optim.Optimizer], kind: str) -> None:
     _KIND_OF[made] = kind
 
 
+# Keys of the section "optimizer" that are allowed beside an optimizer object.
+_BESIDES = {"moments_dtype", "layout"}
+
 # Options that the kernels lack. If one is set, the torch class itself steps on shards.
 _INEFFECTIVE = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 
@@ -137,11 +141,11 @@ def prepare(
                 f"[front::initialize] the optimizer's {name}() was replaced on the object, but the "
                 f"engine does not call the replacement. Override it in a class of your own"
             )
-    only_dtype = isinstance(section, dict) and list(section) == ["moments_dtype"]
-    if section is not None and not only_dtype:
+    if section is not None and not (isinstance(section, dict) and section.keys() <= _BESIDES):
         raise ConfigError(
             "[front::initialize] an optimizer is given both as an argument and as the key "
-            '"optimizer". Remove one (only optimizer.moments_dtype is allowed with an argument)'
+            '"optimizer". Remove one (only optimizer.moments_dtype and optimizer.layout are '
+            "allowed with an argument)"
         )
     if is_native(given):
         _check_fresh(given, uncounted=1)
@@ -149,8 +153,30 @@ def prepare(
         config = {**config, "optimizer": _section_of(given) | (section or {})}
     else:
         _check_keys(given)
-        check_elementwise(given, _kernels())
+        layout = _layout_for(given, (section or {}).get("layout"))
+        config = {**config, "optimizer": (section or {}) | {"layout": layout}}
     return given, config
+
+
+def _layout_for(given: torch.optim.Optimizer, asked: str | None) -> str:
+    """Returns the layout in which an optimizer that computes in Python can step: the one that is
+    asked for, or "flat" if the optimizer is elementwise, else "whole".
+
+    Raises ConfigError if it cannot step on shards.
+    """
+    why = f'[front::initialize] "optimizer.layout" is "{asked}", but {type(given).__name__} cannot'
+    if asked in (None, "flat"):
+        try:
+            check_elementwise(given, _kernels())
+            return "flat"
+        except ConfigError as error:
+            if asked == "flat":
+                raise
+            why = f"{error}. It cannot"
+    problem = problem_on_whole(given)
+    if problem:
+        raise ConfigError(f"{why} step on some of the parameters, each whole ({problem})")
+    return asked or "whole"
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -219,7 +245,7 @@ def build(
         kind: another registered class with the same update; default: torch's own.
         more: options for `kind` besides those that it takes from the section.
     """
-    keys = [key for key in _KINDS[section.type].keys if key != "moments_dtype"]
+    keys = [key for key in _KINDS[section.type].keys if key not in _BESIDES]
     make: Any = kind or _CLASSES[section.type]
     takes = inspect.signature(make.__init__).parameters if kind else keys
     options = {key: getattr(section, key) for key in keys if key in takes} | dict(more or {})
@@ -453,27 +479,46 @@ def steps_alone(scheduler: Any) -> bool:
 
 
 class ShardStep:
-    """Runs any elementwise torch optimizer on this rank's fp32 shards."""
+    """Runs a torch optimizer on this rank's fp32 shards.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, values: Any, world: int) -> None:
+    Attributes:
+        whole: the layout is "whole", so shards are parameters in their own shapes. Otherwise they
+            are flat slices, and the optimizer is elementwise.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, core: Any, world: int) -> None:
         _check_fresh(optimizer, uncounted=0)
         self._optimizer = optimizer
-        self._values = values
+        self._values = values = core.values
+        self.whole = core.config.optimizer.layout == "whole"
         # A tiled parameter has several masters.
         shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)
         self._masters: list[torch.Tensor] = []
         self._params: list[torch.Tensor] = []
         self.places: list[tuple[str, int]] = []  # per master: parameter name and first element
-        for name, param, master, begin in values.shards():
+        names: dict[torch.Tensor, str] = {}
+        self._indices: list[int] = []  # per master: index among the engine's shards
+        for index, (name, param, master, begin) in enumerate(values.shards()):
+            names[param] = name
+            if self.whole and master.numel() < param.numel():
+                continue  # no element: the parameter is on another rank
+            master = master.view(param.shape) if self.whole else master
             shards[param].append(master)
+            self._indices.append(index)
             self._masters.append(master)
             self._params.append(param)
             self.places.append((name, begin))
         cut = sum(master.numel() for master in self._masters) < sum(p.numel() for p in shards)
-        check_sizes(optimizer, world if cut else 1, _kernels())
-        self._methods = Methods(optimizer, values)
+        if not self.whole:
+            check_sizes(optimizer, world if cut else 1, _kernels())
+        self._methods = Methods(optimizer, values, WholeTwin if self.whole else Twin)
         # Keys of the loaded state that have one value per parameter.
         self.single_keys: set[Any] = set()
+        # Of each group: the names of its parameters that train, on all ranks.
+        self.group_names = [
+            sorted({names[p] for p in group["params"] if p in names})
+            for group in optimizer.param_groups
+        ]
         for group in optimizer.param_groups:
             group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
         self._step = optimizer.step
@@ -518,10 +563,11 @@ class ShardStep:
             yield name, begin, param, master
 
     def __call__(self) -> None:
-        gradients = self._values.shard_gradients()
+        every = self._values.shard_gradients()
+        gradients = [every[index] for index in self._indices]
         for master, param, gradient in zip(self._masters, self._params, gradients, strict=True):
             vars(master).update(vars(param))  # attributes that the optimizer may read
-            master.grad = gradient
+            master.grad = gradient if gradient is None else gradient.view(master.shape)
         with self._methods.step():
             self._step()
         for master in self._masters:

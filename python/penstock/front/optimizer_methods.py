@@ -59,20 +59,45 @@ class _Call:
         return list(trial.leaves([result]))
 
 
-class _Twin:
-    """The small optimizer that follows the user's optimizer."""
+class Twin:
+    """The small optimizer that follows the user's optimizer.
+
+    Copies of it, its parts, have what ranks have: slices of its parameters.
+    """
+
+    PARTS = "slices"  # what the parts have, for error texts
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._given = optimizer
         self._draws = torch.Generator().manual_seed(2)
         self._groups = sorted({*trial.first_groups(optimizer)})  # those that the twin has
-        samples = trial.samples(optimizer)
+        samples = self._samples(optimizer)
         starts = [torch.randn(sample.shape, generator=self._draws) for sample in samples]
         params = [[torch.nn.Parameter(start)] for start in starts]
         self.optimizer = trial.on(optimizer, [*zip(samples, params, strict=True)])
         self._failure = ""
         # Whether the last call dropped the gradients, and whether it set them to None.
         self.clears = self.to_none = True
+
+    def _samples(self, optimizer: Optimizer) -> list[trial.Sample]:
+        return trial.samples(optimizer)
+
+    def _parts(self, optimizer: Optimizer) -> list[Optimizer]:
+        return trial.halves(optimizer)
+
+    def _of_part(self, values: list[torch.Tensor], which: int) -> list[torch.Tensor]:
+        """Returns the values, one for each parameter, of the parameters of a part."""
+        return [trial.cut(value, trial.CUT)[-which] for value in values]
+
+    def _agrees(self, whole: Optimizer, parts: list[Optimizer]) -> bool:
+        """Whether the parts have the values of the whole."""
+        state = list(trial.leaves(whole))
+        joined = trial.joined([list(trial.leaves(part)) for part in parts], state, trial.NUMEL)
+        return trial.same(joined, state)
+
+    def _same_results(self, parts: list[list[Any]], whole: list[Any]) -> bool:
+        """Whether the results of a call on the parts are those of a call on the whole."""
+        return trial.same(trial.joined(parts, whole, trial.NUMEL), whole)
 
     def _gradients(self) -> list[torch.Tensor]:
         params = trial.params_of(self.optimizer)
@@ -125,26 +150,28 @@ class _Twin:
                 self.optimizer = whole
                 return
         raise RuntimeFault(
-            f"[front::step] until now {type(self._given).__name__} was elementwise, but in a trial "
-            f"this step updates a parameter and its slices differently, so it cannot run on "
-            f"shards. The step changed nothing. Use an elementwise optimizer"
+            f"[front::step] until now {type(self._given).__name__} updated {self.PARTS} of the "
+            f"parameters like the whole, but in a trial this step updates them differently, so it "
+            f"cannot run on shards. The step changed nothing. Use an optimizer whose rule stays"
         )
 
     def _stepped(self) -> tuple[Optimizer, bool]:
-        """Takes a step on a copy of the twin. Returns the copy, and whether its slices have the
-        same values."""
-        whole, parts, gradients = trial.same_as(self.optimizer), trial.halves(self.optimizer), []
-        for gradient in self._gradients():
-            slices = trial.cut(gradient, trial.CUT)
-            gradients.append([gradient, slices[0], slices[-1]])
-        for index, one in enumerate([whole, *parts]):
-            # Other random numbers for each slice, as on other ranks.
+        """Takes a step on a copy of the twin. Returns the copy, and whether its parts have the same
+        values."""
+        whole, parts = trial.same_as(self.optimizer), self._parts(self.optimizer)
+        gradients = self._gradients()
+        of_parts = [self._of_part(gradients, which) for which in range(len(parts))]
+        all_of_them = zip([whole, *parts], [gradients, *of_parts], strict=True)
+        for index, (one, values) in enumerate(all_of_them):
+            # Other random numbers for each part, as on other ranks.
             torch.default_generator.manual_seed(index)
-            pairs = zip(trial.params_of(one), gradients, strict=True)
-            trial.step(one, [(param, chosen[index]) for param, chosen in pairs])
-        state = list(trial.leaves(whole))
-        joined = trial.joined([list(trial.leaves(part)) for part in parts], state, trial.NUMEL)
-        return whole, trial.same(joined, state)
+            try:
+                trial.step(one, zip(trial.params_of(one), values, strict=True))
+            except Exception:
+                if one is whole:
+                    raise  # the user's step() raises it, too
+                return whole, False
+        return whole, self._agrees(whole, parts)
 
     def call(self, name: str, args: Any, kwargs: Any) -> tuple[str, bool]:
         """Returns why the call cannot run on shards, or "", and whether it touches weights."""
@@ -184,13 +211,16 @@ class _Twin:
         self.to_none = all(p.grad is None for p in trial.params_of(given))
         if any(left) and not all(left):
             return "drops the gradients of only some parameters"
-        parts = trial.halves(self.optimizer)
-        # Other random numbers for each slice, as on other ranks.
+        parts = self._parts(self.optimizer)
+        # Other random numbers for each part, as on other ranks.
         results = [call(part, seed) for seed, part in enumerate(parts, 1)]
-        joined = trial.joined([list(trial.leaves(part)) for part in parts], state, trial.NUMEL)
-        if not trial.same(joined, state):
-            return "changes a parameter and its slices differently"
-        if watch.seen and not trial.same(trial.joined(results, result, trial.NUMEL), result):
+        if not self._agrees(whole, parts):
+            return (
+                "changes a parameter and its slices differently"
+                if self.PARTS == "slices"
+                else ("changes a parameter differently if the others are not there")
+            )
+        if watch.seen and not self._same_results(results, result):
             return "returns a value that depends on all elements, but a rank has only some of them"
         return ""
 
@@ -198,7 +228,7 @@ class _Twin:
 class Methods:
     """Wraps the public methods that a user's class adds to torch's optimizer."""
 
-    def __init__(self, optimizer: Optimizer, values: Any) -> None:
+    def __init__(self, optimizer: Optimizer, values: Any, twin: type[Twin] = Twin) -> None:
         self._optimizer = optimizer
         self._values = values
         self._inside = False  # in step() or in a method, which uses the shards directly
@@ -206,7 +236,7 @@ class Methods:
         self.drop: Callable[[bool], None] = _nothing  # drops the engine's gradients
         # The rules of torch's own classes never change, and these classes have no other methods.
         of_torch = type(optimizer).__module__.startswith("torch.optim.")
-        self._twin = None if of_torch else _Twin(optimizer)
+        self._twin = None if of_torch else twin(optimizer)
 
     def single_keys(self) -> set[Any]:
         """Returns the keys of state with one value for a parameter of several elements."""

@@ -35,9 +35,9 @@ _FEW_GROUPS = 8  # up to this number, all groups are tried; above it, one of eac
 _MANY_KINDS = 32
 # The size of each step's gradient; 0: nearly orthogonal to the parameter. Some optimizers clip a
 # gradient, and some project an orthogonal one.
-_GRADIENTS = (1.0, 1.0, 0.0, 1.0, 1e-3, 1.0, 1.0, 0.0, 1.0, 1e3, 1.0, 1.0)
-STEPS = len(_GRADIENTS)
-_SCALES = (1.0, 1e-3)  # of the parameter: small values show small updates
+GRADIENTS = (1.0, 1.0, 0.0, 1.0, 1e-3, 1.0, 1.0, 0.0, 1.0, 1e3, 1.0, 1.0)
+STEPS = len(GRADIENTS)
+SCALES = (1.0, 1e-3)  # of the parameter: small values show small updates
 _LEAST_LR = 1e-3
 _TRIED_NUMEL = 1 << 22  # elements of the largest parameter that is tried
 
@@ -96,7 +96,7 @@ def first_groups(optimizer: Optimizer) -> list[int]:
     return [keys.index(key) for key in keys]
 
 
-def _sorted_params(optimizer: Optimizer) -> Iterator[tuple[int, Hashable, torch.Tensor]]:
+def sorted_params(optimizer: Optimizer) -> Iterator[tuple[int, Hashable, torch.Tensor]]:
     """Yields the group that a trial has, the kind of attributes, and the parameter."""
     groups = zip(first_groups(optimizer), optimizer.param_groups, strict=True)
     params = [(index, p) for index, group in groups for p in group["params"]]
@@ -113,7 +113,7 @@ def _small(ndim: int) -> torch.Size:
 def samples(optimizer: Optimizer) -> list[Sample]:
     """Returns a sample of each kind of parameter that the optimizer may treat differently."""
     found: dict[Hashable, Sample] = {}
-    for index, kind, p in _sorted_params(optimizer):
+    for index, kind, p in sorted_params(optimizer):
         for ndim in (p.ndim, *_ALWAYS_TRIED):
             found.setdefault((index, kind, ndim), Sample(index, p, _small(ndim)))
     return list(found.values())
@@ -245,7 +245,7 @@ def _per_element(optimizer: Optimizer, key: Any, owner: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape and value.ndim > 0
 
 
-def _check_state(optimizer: Optimizer) -> None:
+def check_state(optimizer: Optimizer) -> None:
     """Raises ConfigError if a state that the constructor made has more than one value."""
     for owner, state in optimizer.state.items():
         for key, value in state.items() if isinstance(owner, torch.Tensor) else ():
@@ -340,7 +340,7 @@ def _close(one: torch.Tensor, other: torch.Tensor, moved: float) -> bool:
     return torch.allclose(one.flatten(), other.flatten(), rtol=1e-6, atol=1e-5 * moved)
 
 
-def _gradient(kind: float, param: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def gradient(kind: float, param: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Returns a random gradient of this size; 0: nearly orthogonal to each row of the parameter."""
     drawn = torch.randn(param.shape, generator=generator)
     if kind:
@@ -403,9 +403,9 @@ def in_slices(
     layouts = tried.layouts()
     probes = [on(optimizer, [*zip(chosen, layout, strict=True)]) for layout in layouts]
     before_all = windows(tried.whole)
-    for kind in _GRADIENTS[:steps]:
+    for kind in GRADIENTS[:steps]:
         before = [one.detach().clone() for one in tried.whole]
-        gradients = [_gradient(kind, one, generator) for one in tried.whole]
+        gradients = [gradient(kind, one, generator) for one in tried.whole]
         with Watch(tried.whole):
             tried.step(probes, gradients, at)
         if windows(tried.whole) != before_all:
@@ -436,18 +436,18 @@ def _state_of_slices(tried: _Tried, probes: list[Optimizer]) -> str:
             sliced = whole.numel()
         if not same(joined(others, all_of, sliced), all_of):
             return "its state depends on the whole parameter"
-    for what, of in (("options that it sets depend", _options), ("attributes depend", _attached)):
+    for what, of in (("options that it sets depend", options), ("attributes depend", attached)):
         all_of, *others = [[*leaves(of(probe))] for probe in chosen]
         if not same(joined(others, all_of, sliced), all_of):
             return f"the {what} on all elements"
     return ""
 
 
-def _options(probe: Optimizer) -> Any:
+def options(probe: Optimizer) -> Any:
     return [{**group, "params": None} for group in probe.param_groups]
 
 
-def _attached(probe: Optimizer) -> Any:
+def attached(probe: Optimizer) -> Any:
     names = ("param_groups", "state", "defaults")
     return {k: v for k, v in vars(probe).items() if k not in names}
 
@@ -459,11 +459,11 @@ def check_elementwise(optimizer: Optimizer, others: str) -> None:
     1e-6 and 1e-5 of the largest change. `others` names the optimizers to use instead.
     """
     problem = ""
-    _check_state(optimizer)
+    check_state(optimizer)
     with torch.random.fork_rng(devices=[]):
-        for scale in _SCALES:
+        for scale in SCALES:
             try:
-                _check_inner(optimizer)
+                check_inner(optimizer)
                 problem = problem or in_slices(optimizer, samples(optimizer), scale, CUT, STEPS)
             except ConfigError:
                 raise
@@ -478,7 +478,7 @@ def check_elementwise(optimizer: Optimizer, others: str) -> None:
         )
 
 
-def _check_inner(optimizer: Optimizer) -> None:
+def check_inner(optimizer: Optimizer) -> None:
     for name in ("param_groups", "state"):
         if isinstance(getattr(type(optimizer), name, None), property):
             raise CannotTry(
@@ -511,7 +511,7 @@ def check_sizes(optimizer: Optimizer, num_shards: int, others: str) -> None:
     `num_shards` times smaller.
     """
     found: dict[torch.Size, dict[Hashable, Sample]] = defaultdict(dict)
-    for index, kind, p in _sorted_params(optimizer):
+    for index, kind, p in sorted_params(optimizer):
         shape = _shrunk(p.shape)
         if shape.numel() > 0:
             found[shape].setdefault((index, kind), Sample(index, p, shape))

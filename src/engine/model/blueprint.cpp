@@ -3,6 +3,7 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <utility>
@@ -87,12 +88,17 @@ exec::Slot slot_of(const ParamInfo& info, int named, const Mesh& over, int rank)
   return slot;
 }
 
+bool keeps_whole(const Config& config) {
+  return config.optimizer && config.optimizer->layout == "whole";
+}
+
 // Makes one flat per unit, dtype, trainability, placement over the model axes and form at rest.
 std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<UnitSpec>& specs,
                                      const Config& config, const Stages& stages, const Mesh& mesh,
                                      int rank) {
   std::vector<exec::UnitState> units;
   int num_slots = 0;
+  std::map<int, std::vector<int64_t>> loads_over;  // by number of shards: elements of each rank
   for (const UnitSpec& spec : specs) {
     exec::UnitState unit;
     unit.name = spec.module.empty() ? "the root" : spec.module;
@@ -115,7 +121,14 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       flat->add(slot_of(info, named, placement.mesh(mesh), rank), unit.name);
     }
     for (exec::Flat& flat : unit.flats) {
-      flat.seal(mesh.data() * flat.placement.num_addends(mesh));
+      const int num_ranks = mesh.data() * flat.placement.num_addends(mesh);
+      if (keeps_whole(config) && flat.trainable) {
+        std::vector<int64_t>& loads = loads_over[num_ranks];
+        loads.resize(static_cast<size_t>(num_ranks), 0);
+        flat.seal_whole(loads);
+      } else {
+        flat.seal(num_ranks);
+      }
       for (exec::Slot& slot : flat.slots) slot.number = num_slots++;
     }
     units.push_back(std::move(unit));
@@ -238,6 +251,17 @@ void check_experts(const ModelTree& tree, const Config& config) {
              stacked.empty() ? "none" : join(stacked, ", ")));
 }
 
+// Throws ConfigError if parameters are cut before they get into shards.
+void check_whole(const Config& config) {
+  const char* cuts = config.tiling.max_bytes > 0 ? "tiling.max_bytes"
+                     : config.mesh.tensor > 1    ? "mesh.tensor"
+                     : config.mesh.expert > 1    ? "mesh.expert"
+                                                 : nullptr;
+  if (!keeps_whole(config) || cuts == nullptr) return;
+  throw ConfigError(concat("[engine::draw] \"optimizer.layout\" is \"whole\", but \"", cuts,
+                           "\" cuts parameters. Leave one of them out"));
+}
+
 // Calls `fail` for settings that do not work with split backwards.
 void check_split(const Config& config, const std::function<void(const std::string&)>& fail) {
   const auto refuse = [&](const std::string& what) {
@@ -323,6 +347,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   drawn.mesh = mesh_of(config);
   ModelTree tree = given;
   const int tensor = drawn.mesh.size(Axis::kTensor);
+  check_whole(config);
   if (tensor > 1) check_tensor(tree, config);
   std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, config.mesh, &tree);
   if (tensor > 1) drawn.ruled = std::move(ruled);

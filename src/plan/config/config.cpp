@@ -279,9 +279,11 @@ void read_key(const ConfigSection& section, const OptimizerKey& key, bool* out) 
   section.read(key.name, out);
 }
 
-// Reads moments_dtype.
+// Reads moments_dtype and layout.
 void read_key(const ConfigSection& section, const OptimizerKey& key, std::string* out) {
-  *out = section.choice(key.name, *out, {"fp32", "bf16"});
+  const bool layout = key.name == "layout";
+  *out = layout ? section.choice(key.name, *out, {"flat", "whole"})
+                : section.choice(key.name, *out, {"fp32", "bf16"});
 }
 
 // Reads betas.

@@ -32,6 +32,7 @@ std::span<const OptimizerKey> optimizer_keys() {
       {"nesterov", &OptimizerConfig::nesterov},
       {"lr_decay", &OptimizerConfig::lr_decay},
       {"moments_dtype", &OptimizerConfig::moments_dtype},
+      {"layout", &OptimizerConfig::layout},
   };
   return kKeys;
 }
@@ -52,29 +53,30 @@ std::span<const OptimizerKind> optimizer_kinds() {
   using enum OptimizerType;
   static const OptimizerKind kKinds[] = {
       {.name = "AdamW",
-       .keys = {"lr", "weight_decay", "betas", "eps", "moments_dtype"},
+       .keys = {"lr", "weight_decay", "betas", "eps", "moments_dtype", "layout"},
        .defaults = {.type = kAdamW, .weight_decay = 0.01},
        .moments = {"exp_avg", "exp_avg_sq"},
        .decoupled_decay = true,
        .counts_steps = true},
       {.name = "Adam",
-       .keys = {"lr", "weight_decay", "betas", "eps", "moments_dtype"},
+       .keys = {"lr", "weight_decay", "betas", "eps", "moments_dtype", "layout"},
        .defaults = {.type = kAdam, .weight_decay = 0.0},
        .moments = {"exp_avg", "exp_avg_sq"},
        .counts_steps = true},
       {.name = "SGD",
-       .keys = {"lr", "weight_decay", "momentum", "dampening", "nesterov", "moments_dtype"},
+       .keys = {"lr", "weight_decay", "momentum", "dampening", "nesterov", "moments_dtype",
+                "layout"},
        .defaults = {.type = kSgd, .weight_decay = 0.0},
        .moments = {"momentum_buffer"},
        .needs_momentum = true},
       // There is no moments_dtype: the sum only grows, and in bf16 it would soon stop changing.
       {.name = "Adagrad",
-       .keys = {"lr", "weight_decay", "eps", "lr_decay"},
+       .keys = {"lr", "weight_decay", "eps", "lr_decay", "layout"},
        .defaults = {.type = kAdagrad, .lr = 1e-2, .eps = 1e-10, .weight_decay = 0.0},
        .moments = {"sum"},
        .counts_steps = true},
       {.name = "Lion",
-       .keys = {"lr", "weight_decay", "betas", "moments_dtype"},
+       .keys = {"lr", "weight_decay", "betas", "moments_dtype", "layout"},
        .defaults = {.type = kLion, .lr = 1e-4, .betas = {0.9, 0.99}, .weight_decay = 0.0},
        .moments = {"exp_avg"},
        .decoupled_decay = true},
