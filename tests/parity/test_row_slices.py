@@ -62,7 +62,7 @@ def slices(family: str, place: str, mode: str, path: str, device: str = "cpu") -
     expected = texts(plain, given, ways)
     engine = inference.start(family, place, path, device)
     inside = Inside(engine.module)
-    told: dict[str, Any] = {"same": [], "most": [], "error": []}
+    told: dict[str, Any] = {"same": [], "most": [], "later": [], "error": []}
     with engine.inference(mode):  # sequence ranks get the logits of their tokens
         logits = engine(**{name: one.to(device) for name, one in given.items()}).logits
         told["whole"] = max(inside.tokens, default=0)
@@ -71,6 +71,9 @@ def slices(family: str, place: str, mode: str, path: str, device: str = "cpu") -
         with engine.inference(mode, block_tokens=most):
             ours = engine(**{name: one.to(device) for name, one in given.items()}).logits
             told["most"].append(max(inside.tokens, default=0))
+            inside.tokens.clear()
+            engine(**{name: one.to(device) for name, one in given.items()})
+            told["later"].append(max(inside.tokens, default=0))
             told["error"].append(float((ours - logits).abs().max() / logits.abs().max()))
             made = texts(engine.module, given, ways)
         told["same"] += [torch.equal(made[way], expected[way]) for way in ways]
@@ -108,8 +111,9 @@ def test_gives_what_the_whole_batch_gives(family, place, mode, pools, tmp_path):
         if told["whole"]:  # a family with modules of these names
             whole, tokens = told["whole"], told["whole"] // ROWS
             assert tokens == -(-TOKENS // share)
-            # The first block runs two rows at once in any case.
-            assert told["most"] == [2 * tokens, 2 * TOKENS // tokens * tokens, whole]
+            # The check of each block runs four rows at once in any case.
+            assert told["most"] == [4 * tokens, max(4, 2 * TOKENS // tokens) * tokens, whole]
+            assert told["later"] == [tokens, 2 * TOKENS // tokens * tokens, whole]
 
 
 # ---- other models
@@ -180,6 +184,111 @@ class TwoLinear(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.second(self.first(ids.float()))
         return made
+
+
+class Odd(nn.Module):
+    """A block with a rule of its own."""
+
+    def __init__(self, rule: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.rule, self.calls = nn.Linear(16, 16), rule, 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.rows = nn.Parameter(torch.randn(ROWS, 1, 16))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rule(self, hidden)
+
+
+def _odd(rule: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Chain(lambda: Odd(rule))
+
+
+def _in_place(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.add_(block.inner(hidden))
+
+
+def _position(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return block.inner(hidden) * torch.arange(len(hidden))[:, None, None]
+
+
+def _own_rows(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return block.inner(hidden) + block.rows[: len(hidden)]
+
+
+def _mean_of_many(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    made = block.inner(hidden)
+    return made - made.mean(0) if len(made) > 2 else made
+
+
+def _counts(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    block.calls += 1
+    return block.inner(hidden)
+
+
+def _counts_rows(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    block.seen += len(hidden)
+    return block.inner(hidden)
+
+
+def _keeps(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    block.last = block.inner(hidden)
+    return block.last
+
+
+def _mixes(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    made = block.inner(hidden)
+    return made - made.mean(0) if getattr(block, "mix", False) else made
+
+
+class Shares(Chain):
+    """Its blocks get a tensor of all rows, to which they add."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden, total = torch.sin(ids[:, :, None] + torch.arange(16.0)), torch.zeros(1, 16)
+        for block in self.blocks:
+            hidden = block(hidden, total)
+        return hidden + total
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(hidden)
+        total += 1
+        return made
+
+
+def _then_mixes(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    first = model(ids)
+    for block in model.blocks:
+        block.mix = True
+    try:
+        return [first, model(ids)]
+    finally:
+        for block in model.blocks:
+            del block.mix
+
+
+def _then_trains(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    first = model(ids)
+    model.train()
+    return [first, model(ids)]
+
+
+def _then_hooks(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    first = model(ids)
+    hook = model.blocks[1].inner.register_forward_hook(_centre)
+    try:
+        return [first, model(ids)]
+    finally:
+        hook.remove()
+
+
+def _centre(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output - output.mean(0)
 
 
 class Dict(nn.Module):
@@ -272,6 +381,17 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[..., list[torch.Tensor]], st
     "batch norm in eval": (lambda: Chain(_normed), _plain, ""),
     "batch norm": (lambda: Chain(_normed), _training, "its rows depend"),
     "a dict": (lambda: OfDicts(Dict), _plain, "it returns a dict"),
+    "in place": (_odd(_in_place), _plain, ""),
+    "by position": (_odd(_position), _plain, "its rows depend"),
+    "rows of its own": (_odd(_own_rows), _plain, "its rows depend"),
+    "a mean of many": (_odd(_mean_of_many), _plain, "its rows depend"),
+    "counts calls": (_odd(_counts), _plain, "changes buffers or attributes"),
+    "counts rows": (_odd(_counts_rows), _plain, "changes buffers or attributes"),
+    "keeps a tensor": (_odd(_keeps), _plain, "changes buffers or attributes"),
+    "a shared argument": (lambda: Shares(Adds), _plain, "writes to an argument"),
+    "an attribute later": (_odd(_mixes), _then_mixes, "its rows depend"),
+    "batch norm later": (lambda: Chain(_normed), _then_trains, "its rows depend"),
+    "a hook later": (_odd(_mixes), _then_hooks, "its rows depend"),
     "no blocks": (TwoLinear, _plain, "no unit is one"),
 }
 

@@ -357,9 +357,9 @@ class Shared(Own):
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "together": (Together, {}, "It cannot step on some of .*depends on the others"),
-    "asked for": (Together, WHOLE, '"optimizer.layout" is "whole", but Together cannot step on'),
-    "random": (Random, {}, "It cannot step on some of the parameters, each whole"),
+    "together": (Together, {}, "With whole parameters on each rank: .*depends on the others"),
+    "asked for": (Together, WHOLE, '"optimizer.layout" is "whole", but Together is refused'),
+    "random": (Random, {}, "With whole parameters on each rank"),
     "state": (Shared, {}, "its state of one parameter depends on the others"),
     "an option": (kinds.Adapts, {}, "options"),
     "an attribute": (kinds.Remembers, {}, "attributes"),

@@ -164,7 +164,7 @@ def _layout_for(given: torch.optim.Optimizer, asked: str | None) -> str:
 
     Raises ConfigError if it cannot step on shards.
     """
-    why = f'[front::initialize] "optimizer.layout" is "{asked}", but {type(given).__name__} cannot'
+    why = f'[front::initialize] "optimizer.layout" is "{asked}", but {type(given).__name__} is refused'
     if asked in (None, "flat"):
         try:
             check_elementwise(given, _kernels())
@@ -172,10 +172,10 @@ def _layout_for(given: torch.optim.Optimizer, asked: str | None) -> str:
         except ConfigError as error:
             if asked == "flat":
                 raise
-            why = f"{error}. It cannot"
+            why = str(error)
     problem = problem_on_whole(given)
     if problem:
-        raise ConfigError(f"{why} step on some of the parameters, each whole ({problem})")
+        raise ConfigError(f"{why}. With whole parameters on each rank: {problem}")
     return asked or "whole"
 
 

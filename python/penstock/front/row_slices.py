@@ -18,6 +18,7 @@ from penstock._native import ConfigError, RuntimeFault
 from penstock.front import module_tree
 from penstock.front.forward_guard import Forward
 
+_CHECKED = 4  # rows that are computed together and apart, to see whether rows depend on others
 _WHOLE = ("cache_position",)  # arguments of one dimension that are not by row
 _OF_BATCH = ("batch_size", "max_batch_size")  # fields of a cache's layer: the number of rows
 
@@ -47,7 +48,7 @@ class RowSlices:
                     f'[front::inference] "block_tokens" slices blocks, but "{name}" is compiled. '
                     f"Leave block_tokens or the compilation out"
                 )
-        self._most, self._checked = most_tokens, set[str]()
+        self._most = most_tokens
         self._blocks, self._installed = blocks, list[Forward]()
 
     def __enter__(self) -> None:
@@ -65,12 +66,6 @@ class RowSlices:
         """Returns the number of rows of a slice, if a row has so many tokens."""
         return max(1, self._most // max(1, tokens))
 
-    def first_of(self, kind: str) -> bool:
-        """Whether a block of this kind is sliced for the first time."""
-        first = kind not in self._checked
-        self._checked.add(kind)
-        return first
-
 
 def _blocks(units: Sequence[Any]) -> Iterator[Any]:
     for index, unit in enumerate(units):
@@ -83,7 +78,8 @@ class _Sliced:
     """The sliced forward of one block."""
 
     def __init__(self, slices: RowSlices, name: str, block: torch.nn.Module) -> None:
-        self._slices, self._name, self._kind = slices, name, type(block).__qualname__
+        self._slices, self._name, self._block = slices, name, block
+        self._checked: Any = None  # the state of the block when its rows were last checked
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden = next((one for one in (*args, *kwargs.values()) if _is_hidden(one)), None)
@@ -93,13 +89,14 @@ class _Sliced:
         step = self._slices.rows_for(tokens)
         if step >= rows:
             return forward(*args, **kwargs)
-        if self._slices.first_of(self._kind):
+        if self._checked != _state_of(self._block):
             self._check_rows(forward, hidden, args, kwargs)
         joined = _Joined(rows, self._refuse)
         with _Captures(self._refuse) as captures:
             for begin in range(0, rows, step):
                 part = _Rows(begin, min(begin + step, rows), rows, self._refuse)
                 output = forward(*part.of(args), **part.of_names(kwargs))
+                part.check_shared()
                 joined.add(part, (output, captures.taken()))
                 part.keep_caches(joined)
             output, captured = joined.result()
@@ -108,35 +105,68 @@ class _Sliced:
 
     def _refuse(self, what: str) -> None:
         raise RuntimeFault(
-            f'[front::inference] block "{self._name}" (a {self._kind}) cannot run on slices of the '
-            f"batch: {what}. Leave block_tokens out"
+            f'[front::inference] block "{self._name}" (a {type(self._block).__qualname__}) cannot '
+            f"run on slices of the batch: {what}. Leave block_tokens out"
         )
 
     def _check_rows(
         self, forward: Callable[..., Any], hidden: torch.Tensor, args: Any, kwargs: Any
     ) -> None:
-        """Raises RuntimeFault if the first row of the output depends on the second row of the
-        input, as in layers whose first dimension is that of tokens."""
+        """Raises RuntimeFault if the last of some rows of the output depends on the other rows of
+        the input, on their number or on its own position, as in layers whose first dimension is
+        that of tokens, or if the block keeps state."""
+        state, rows = _state_of(self._block), int(hidden.shape[0])
+        few = min(rows, _CHECKED)
         other = hidden.clone()
-        other[1] = -3 * hidden[1].flip(-1)
+        other[: few - 1] = -3 * hidden[: few - 1].flip(-1)
         outputs = []
-        for given in (hidden, other):
-            part = _Rows(0, 2, int(hidden.shape[0]), self._refuse, (hidden, given), clones=True)
+        for given, begin in ((hidden, 0), (other, 0), (hidden, few - 1)):
+            part = _Rows(begin, few, rows, self._refuse, (hidden, given), clones=True)
             with _Captures(self._refuse):
                 output = forward(*part.of(args), **part.of_names(kwargs))
-            outputs.append([one[0] for one in module_tree.tensors_in(output) if _is_hidden(one)])
-        for one, two in zip(*outputs, strict=True):
-            if torch.equal(one, two):
-                continue
-            # Experts multiply more or fewer rows at once, which changes the last bits.
-            error = max(1e-5, 2 * torch.finfo(one.dtype).eps)
-            if not (one - two).abs().max() <= error * one.abs().max():
+            part.check_shared()
+            outputs.append([one[-1] for one in module_tree.tensors_in(output) if _is_hidden(one)])
+        for one, *others in zip(*outputs, strict=True):
+            if not all(_close(one, two) for two in others):
                 self._refuse("its rows depend on each other")
+        if _state_of(self._block) != state:
+            self._refuse("it changes buffers or attributes, which would see the slices")
+        self._checked = state
 
 
 def _is_hidden(value: Any) -> bool:
     """Whether the value has the shape of hidden states: (rows, tokens, width)."""
     return isinstance(value, torch.Tensor) and value.dim() >= 3 and value.is_floating_point()
+
+
+def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two results are equal, apart from the last bits, which the number of rows changes."""
+    error = max(1e-5, 2 * torch.finfo(one.dtype).eps)
+    return torch.equal(one, two) or bool((one - two).abs().max() <= error * one.abs().max())
+
+
+def _state_of(block: torch.nn.Module) -> list[Any]:
+    """Returns a value that differs if modes, hooks, attributes or buffers of the block change."""
+    made: list[Any] = []
+    for module in block.modules():
+        for name, value in vars(module).items():
+            if name == "_buffers" or "_hooks" in name:
+                made += [(name, key, _mark(one)) for key, one in value.items()]
+            elif name not in ("_parameters", "_modules"):
+                made.append((name, _mark(value)))
+    return made
+
+
+def _mark(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), _version(value)
+    return id(value), len(value) if type(value) in module_tree.CONTAINERS else 0
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Rows:
@@ -162,6 +192,7 @@ class _Rows:
         self.begin, self.end, self.rows = begin, end, rows
         self._refuse, self._replaced, self._clones = refuse, replaced, clones
         self._caches: dict[int, tuple[Any, _CacheRows]] = {}  # by id: the cache, and its rows
+        self._shared: list[tuple[torch.Tensor, int]] = []  # arguments of all rows, with versions
 
     def of(self, value: Any, name: str = "") -> Any:
         """Returns the rows of an argument. Other objects stay as they are."""
@@ -189,7 +220,7 @@ class _Rows:
         if tensor.dim() < 2:
             if first == self.rows and name not in _WHOLE and tensor.dim() == 1:
                 self._refuse(f'it is not clear whether the argument "{name}" has one value per row')
-            return tensor
+            return self._whole(tensor)
         square = tensor.dim() == 2 and tensor.shape[1] == first
         if first not in (1, self.rows) or (
             square and tensor.dtype not in (torch.int64, torch.int32)
@@ -198,7 +229,20 @@ class _Rows:
                 f"an argument has the shape {tuple(tensor.shape)}, so it is not clear which part "
                 f"of it belongs to a row"
             )
-        return tensor if first == 1 else tensor[self.begin : self.end]
+        if first == 1:
+            return self._whole(tensor)
+        part = tensor[self.begin : self.end]
+        return part.clone() if self._clones else part
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone() if self._clones else tensor
+        self._shared.append((tensor, _version(tensor)))
+        return tensor
+
+    def check_shared(self) -> None:
+        """Calls `refuse` if the block has written to an argument that all rows share."""
+        if any(_version(tensor) != version for tensor, version in self._shared):
+            self._refuse("it writes to an argument that all rows share")
 
     def is_cache(self, value: Any) -> Any:
         """Returns the whole cache if the value has the rows of one, else None."""
