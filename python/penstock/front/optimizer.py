@@ -164,7 +164,8 @@ def _layout_for(given: torch.optim.Optimizer, asked: str | None) -> str:
 
     Raises ConfigError if it cannot step on shards.
     """
-    why = f'[front::initialize] "optimizer.layout" is "{asked}", but {type(given).__name__} is refused'
+    name = type(given).__name__
+    why = f'[front::initialize] "optimizer.layout" is "{asked}", but {name} is refused'
     if asked in (None, "flat"):
         try:
             check_elementwise(given, _kernels())
