@@ -115,6 +115,7 @@ CLAIMS = [
     ("docs/inference.md", "with engine.inference():", "tests/parity/test_inference.py"),
     ("docs/inference.md", "block_tokens=8192", "tests/parity/test_row_slices.py"),
     ("docs/inference.md", "load_weights(engine.weights())", "tests/parity/test_inference_ends.py"),
+    (TRAINING, "for a block of a 7B Llama", "src/exec/flat_test.cpp::3.56"),
     (TRAINING, "torch.optim.Adafactor(", "tests/parity/test_whole_optimizers.py"),
     (TRAINING, "`beta2` of 0.99 or less", "tests/python/test_bf16_moments.py"),
     (TRAINING, "Both agree to 1e-6", "tests/parity/test_tiling.py"),

@@ -82,10 +82,10 @@ void Flat::seal(int num_ranks) {
 }
 
 // [Note: Whole layout] A shard of a flat in the whole layout has whole parameters, so an optimizer
-// that looks at whole tensors works on shards. Each parameter, the largest first, goes to the rank
+// that looks at whole tensors works on shards. Each parameter, the largest first, goes to the shard
 // with the fewest elements of this flat, and among these to the one with the fewest of all flats.
 // The largest shard decides the size of all.
-void Flat::seal_whole(std::vector<int64_t>& loads) {
+void Flat::seal_whole(int num_ranks, std::vector<int64_t>& loads) {
   const int64_t align = kAlignBytes / element_bytes();
   std::vector<size_t> order(slots.size());
   std::iota(order.begin(), order.end(), 0);
@@ -95,8 +95,8 @@ void Flat::seal_whole(std::vector<int64_t>& loads) {
   std::vector<size_t> shard(slots.size());
   for (const size_t slot : order) {
     size_t best = 0;
-    for (size_t rank = 1; rank < loads.size(); ++rank) {
-      if (std::pair(used[rank], loads[rank]) < std::pair(used[best], loads[best])) best = rank;
+    for (size_t other = 1; other < loads.size(); ++other) {
+      if (std::pair(used[other], loads[other]) < std::pair(used[best], loads[best])) best = other;
     }
     shard[slot] = best;
     slots[slot].offset = used[best];
@@ -104,13 +104,14 @@ void Flat::seal_whole(std::vector<int64_t>& loads) {
     loads[best] += slots[slot].room;
   }
   const int64_t largest = std::max<int64_t>(1, *std::max_element(used.begin(), used.end()));
-  const int64_t size = round_up(largest, kShardBytes / element_bytes());
+  const auto num_shards = static_cast<int64_t>(loads.size());
+  const int64_t size = round_up(largest, num_ranks / num_shards * kShardBytes / element_bytes());
   for (size_t slot = 0; slot < slots.size(); ++slot) {
     slots[slot].offset += static_cast<int64_t>(shard[slot]) * size;
   }
   std::stable_sort(slots.begin(), slots.end(),
                    [](const Slot& a, const Slot& b) { return a.offset < b.offset; });
-  numel = size * static_cast<int64_t>(loads.size());
+  numel = size * num_shards;
 }
 
 // See [Note: Windows]. The storage keeps its nbytes, so shapes and views of a freed parameter work.

@@ -94,10 +94,11 @@ class Flat {
   // Pads the flat to `num_ranks` equal shards, each a multiple of 512 bytes. The padded size is the
   // same on every rank.
   void seal(int num_ranks);
-  // Like seal(), but places the parameters so that each is in one shard as a whole. `loads`: number
-  // of elements that each rank has of earlier flats; the call adds those of this flat. Ranks with
-  // less get more. The parameters are then in another order.
-  void seal_whole(std::vector<int64_t>& loads);
+  // Like seal(), but divides the flat into one shard for each element of `loads`, and places the
+  // parameters so that each is in one shard as a whole. `num_ranks` is a multiple of the number of
+  // shards. `loads`: number of elements in each shard of earlier flats; the call adds those of this
+  // flat. Shards with less get more. The parameters are then in another order.
+  void seal_whole(int num_ranks, std::vector<int64_t>& loads);
 
   // Points the windows of all parameters into `base`, a full copy.
   void attach(device::Address base);

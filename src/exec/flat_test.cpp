@@ -61,7 +61,7 @@ Flat whole_of(const std::vector<int64_t>& sizes, std::vector<int64_t>& loads) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     flat.add(slot_of(concat("p", i), at::zeros({sizes[i]})), "u");
   }
-  flat.seal_whole(loads);
+  flat.seal_whole(static_cast<int>(loads.size()), loads);
   return flat;
 }
 
@@ -106,6 +106,29 @@ TEST(Flat, TheWholeLayoutBalancesRanks) {
   loads.assign(4, 0);  // one matrix at a time: the ranks take turns
   for (int unit = 0; unit < 8; ++unit) whole_of({256}, loads);
   EXPECT_EQ(loads, (std::vector<int64_t>(4, 512)));
+}
+
+// The ratios of docs/training.md: bytes with this layout to bytes of equal shards.
+TEST(Flat, TheWholeLayoutOfALlamaBlock) {
+  for (const auto& [ranks, ratio] : {std::pair{2, 1.06}, {4, 1.22}, {8, 1.78}, {16, 3.56}}) {
+    Flat flat(Dtype::kBf16, true);
+    int64_t sum = 0;
+    for (const int64_t width : {4096, 4096, 4096, 4096, 11008, 11008, 11008}) {
+      flat.add(slot_of("p", at::zeros({1}).expand({4096 * width})), "u");
+      sum += 4096 * width;
+    }
+    std::vector<int64_t> loads(static_cast<size_t>(ranks), 0);
+    flat.seal_whole(ranks, loads);
+    EXPECT_NEAR(static_cast<double>(flat.numel) / static_cast<double>(sum), ratio, 0.005) << ranks;
+  }
+}
+
+TEST(Flat, EachRankOfAGroupHasAnEqualPartOfAShard) {
+  Flat flat(Dtype::kFp32, true);
+  flat.add(slot_of("p", at::zeros({130})), "u");
+  std::vector<int64_t> loads(2, 0);
+  flat.seal_whole(6, loads);
+  EXPECT_EQ(flat.numel, 2 * 3 * 128);
 }
 
 TEST(Flat, WhatNothingWasWrittenToIsZeroed) {

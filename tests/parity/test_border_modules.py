@@ -321,7 +321,8 @@ def test_an_error_of_an_optimizer_without_a_text_names_its_place():
         penstock.ConfigError,
         match=r"AssertionError in step\(\), test_border_modules.py:\d+: raise AssertionError",
     ):
-        penstock.initialize(model, {"strategy": "ddp"}, optimizer=optimizer)
+        config = {"strategy": "ddp", "optimizer": {"layout": "flat"}}
+        penstock.initialize(model, config, optimizer=optimizer)
 
 
 class Unequal(Net):

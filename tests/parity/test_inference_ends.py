@@ -55,6 +55,31 @@ def test_an_error_on_one_rank(place, pools, tmp_path):
         assert goes_on
 
 
+def nested(kind: str) -> list[str]:
+    """Two engines, one context in the other, and an error on rank 0."""
+    first, second = (inference.start("llama", "zero3", "") for _ in range(2))
+    said = ""
+    try:
+        with first.inference("resident"), second.inference("resident"):
+            inference.text(second.module, inference.prompts(), 2)
+            if dist.get_rank() == 0:
+                raise KeyError("row 7") if kind == "error" else RuntimeError("of rank 0 alone")
+    except (RuntimeError, KeyError) as error:
+        said = f"{type(error).__name__}: {error}"
+    worked = [trains(first), trains(second)]
+    first.close()
+    second.close()
+    return [said, *(str(one) for one in worked)]
+
+
+@pytest.mark.parametrize("kind", ["error", "fault"])
+def test_contexts_of_two_engines(kind, pools):
+    (ours, *worked), (theirs, *worked_too) = pools(2).run(nested, kind)
+    assert ours.startswith("KeyError" if kind == "error" else "RuntimeError: of rank 0")
+    assert "rank 0: inference() was left with" in theirs
+    assert worked == worked_too == ["True", "True"]
+
+
 def test_a_rank_that_does_not_wait(pools):
     """After Ctrl-C a rank waits for nobody. The others learn the cause when they wait for it."""
     pool = pools(2)

@@ -3,6 +3,7 @@ without slices, or an error."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,8 @@ class Odd(nn.Module):
     def __init__(self, rule: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.inner, self.rule, self.calls = nn.Linear(16, 16), rule, 0
+        self.kept: dict[str, torch.Tensor] = {"last": torch.zeros(())}
+        self.holder = types.SimpleNamespace(last=torch.zeros(()))
         self.register_buffer("seen", torch.zeros(()))
         self.rows = nn.Parameter(torch.randn(ROWS, 1, 16))
 
@@ -238,6 +241,39 @@ def _keeps(block: Any, hidden: torch.Tensor) -> torch.Tensor:
 def _mixes(block: Any, hidden: torch.Tensor) -> torch.Tensor:
     made = block.inner(hidden)
     return made - made.mean(0) if getattr(block, "mix", False) else made
+
+
+def _keeps_in_dict(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    block.kept["last"] = block.inner(hidden)
+    return block.kept["last"]
+
+
+def _keeps_in_object(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    block.holder.last = block.inner(hidden)
+    return block.holder.last
+
+
+def _not_a_number(block: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.where(hidden > 0.99, float("nan"), block.inner(hidden))
+
+
+class Counted(nn.Module):
+    """Returns a table that is not by row, with as many entries as a slice has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(hidden), torch.ones(2)
+
+
+class OfCounted(Chain):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = torch.sin(ids[:, :, None] + torch.arange(16.0))
+        for block in self.blocks:
+            hidden, _ = block(hidden)
+        return hidden
 
 
 class Shares(Chain):
@@ -388,6 +424,10 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[..., list[torch.Tensor]], st
     "counts calls": (_odd(_counts), _plain, "changes buffers or attributes"),
     "counts rows": (_odd(_counts_rows), _plain, "changes buffers or attributes"),
     "keeps a tensor": (_odd(_keeps), _plain, "changes buffers or attributes"),
+    "keeps in a dict": (_odd(_keeps_in_dict), _plain, "changes buffers or attributes"),
+    "keeps in an object": (_odd(_keeps_in_object), _plain, "changes buffers or attributes"),
+    "not a number": (_odd(_not_a_number), _plain, ""),
+    "a table": (lambda: OfCounted(Counted), _plain, "it returns a tensor of the shape (2,)"),
     "a shared argument": (lambda: Shares(Adds), _plain, "writes to an argument"),
     "an attribute later": (_odd(_mixes), _then_mixes, "its rows depend"),
     "batch norm later": (lambda: Chain(_normed), _then_trains, "its rows depend"),
@@ -415,7 +455,7 @@ def others(case: str) -> tuple[str, float]:
     finally:
         engine.close()
     return "", max(
-        float((one.float() - other.float()).abs().max())
+        float((one.float() - other.float()).nan_to_num().abs().max())
         for one, other in zip(ours, expected, strict=True)
     )
 
@@ -438,6 +478,8 @@ def refused(case: str, path: str) -> str:
     config: dict[str, Any] = {"inference": True, "strategy": "zero3", "units": {"layer_bytes": 1}}
     if case == "cache":
         config["offload"] = {"params": "disk", "cache": "disk", "path": path}
+    if case == "tiles":
+        config["tiling"] = {"max_bytes": 1024}
     if case == "compiled":
         model.model.layers[0].compile(backend="eager")
     engine = penstock.initialize(model, config)
@@ -458,6 +500,7 @@ REFUSED = {
     "flag": "block_tokens is True; allowed",
     "cache": 'block_tokens and "offload.cache" do not work together',
     "compiled": '"model.layers.0" is compiled',
+    "tiles": 'does not work with "tiling"',
 }
 
 

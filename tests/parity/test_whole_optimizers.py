@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_trains_as_plain_torch(name, place, pools):
     for told in found:
         close(name, told["weights"], theirs)
         assert told["layout"] == "whole"
-    shards = {"ddp": 1, "mics": 2}.get(place, world)
+    shards = {"ddp": 1, "mics": 2, "alone": 1}.get(place, world)
     assert sum(told["updated"] for told in found) == numel * world // shards
 
 
@@ -366,11 +367,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "memory": (trial.Replaces, WHOLE, "gives a parameter new memory"),
     "nothing": (trial.Idle, WHOLE, "changed no parameter"),
     "flat": (Lars, {"optimizer": {"layout": "flat"}}, "Lars is not elementwise"),
-    "tiles": (Lars, {"tiling": {"max_bytes": 64}}, '"tiling.max_bytes" cuts parameters'),
+    "tiles": (Lars, {"tiling": {"max_bytes": 64}}, '"tiling.max_bytes" divides the model'),
     "kernels in tiles": (
         torch.optim.AdamW,
         {"tiling": {"max_bytes": 64}} | WHOLE,
-        '"tiling.max_bytes" cuts parameters',
+        '"tiling.max_bytes" divides the model',
     ),
     "another word": (Lars, {"optimizer": {"layout": "round"}}, "flat.*whole"),
     "other keys": (Lars, {"optimizer": {"layout": "whole", "lr": 1}}, "both as an argument"),
@@ -427,6 +428,88 @@ def test_a_rule_that_changes_later(pools):
         assert steps == 20 and "until now Turns updated some parameters" in said, said
 
 
+class Replaces(Lars):
+    """After 20 steps it gives parameters new memory."""
+
+    seen = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.seen += 1
+        if self.seen > 20:
+            for _, p, _ in self.each():
+                p.data = p.data.clone()
+
+
+def replaces() -> tuple[str, int]:
+    OPTIMIZERS["replaces"] = lambda m: Replaces(m.parameters())
+    engine = start("replaces", "zero3")
+    said = ""
+    try:
+        train(engine, "zero3", 0, 30)
+    except RuntimeError as error:
+        said = str(error)
+    steps = engine.steps
+    engine.close(gather=False)
+    return said, steps
+
+
+def test_new_memory_later(pools):
+    for said, steps in pools(2).run(replaces):
+        assert steps == 20 and "new memory" in said, said
+
+
+def layout_of(place: str) -> tuple[dict[str, int], int]:
+    bytes_of = {}
+    for layout in ("flat", "whole"):
+        engine = elementwise_engine(place, layout)
+        bytes_of[layout] = engine.ledger()["measured"]["param"]
+        engine.close()
+    return bytes_of, sum(p.numel() for p in Net().parameters())
+
+
+def elementwise_engine(place: str, layout: str) -> Any:
+    OPTIMIZERS["RMSprop"] = lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01)
+    return start("RMSprop", place, optimizer={"layout": layout})
+
+
+@pytest.mark.parametrize("place", ["ddp", "mics", "alone"])
+def test_shards_are_those_of_the_optimizer_state(place, pools):
+    """Without shards there is no padding."""
+    for bytes_of, _ in pools(PLACES[place][0]).run(layout_of, place):
+        ratio = bytes_of["whole"] / bytes_of["flat"]
+        assert ratio == 1.0 if place != "mics" else ratio < 1.8
+
+
+class Kept(Lars):
+    """Its state has a dict of a kind that cannot be loaded safely."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for _, _, state in self.each():
+            state.setdefault("kept", {"by": collections.defaultdict(list)})
+
+
+def keeps(folder: str) -> str:
+    OPTIMIZERS["kept"] = lambda m: Kept(m.parameters())
+    engine = start("kept", "zero3")
+    train(engine, "zero3", 0, 1)
+    try:
+        engine.save(folder)
+        return "saved"
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def test_state_that_a_checkpoint_cannot_hold(pools, tmp_path):
+    for said in pools(2).run(keeps, str(tmp_path)):
+        assert "which a checkpoint cannot hold" in said, said
+
+
 class Swaps(Lars):
     """Shows an average of the weights, which depends on each parameter's norm."""
 
@@ -464,6 +547,29 @@ def swaps() -> list[Any]:
     told = [torch.allclose(shown[key], one / one.norm(), rtol=1e-6) for key, one in before.items()]
     told += [torch.equal(back[key], one) for key, one in before.items()]
     return [*told, all(torch.equal(after[key], one) for key, one in before.items()), said]
+
+
+def swaps_after_load(folder: str) -> list[bool]:
+    OPTIMIZERS["swaps"] = lambda m: Swaps(m.parameters())
+    engine = start("swaps", "zero3 of 4")
+    train(engine, "zero3 of 4", 0, 2)
+    engine.save(folder)
+    engine.close()
+    engine = start("swaps", "zero3 of 4")
+    engine.load(folder)
+    before = engine.state_dict(rank0_only=False)
+    engine.optimizer.show()
+    shown = engine.state_dict(rank0_only=False)
+    engine.optimizer.restore()
+    back = engine.state_dict(rank0_only=False)
+    engine.close()
+    told = [torch.allclose(shown[key], one / one.norm(), rtol=1e-6) for key, one in before.items()]
+    return told + [torch.equal(back[key], one) for key, one in before.items()]
+
+
+def test_methods_after_a_load(pools, tmp_path):
+    for told in pools(4).run(swaps_after_load, str(tmp_path)):
+        assert all(told)
 
 
 def test_methods_outside_step(pools):

@@ -384,6 +384,7 @@ class _Taken:
             engine.optimizer.state.update(
                 {master: whole_state.restored(state) for master, state in self._own.items()}
             )
+            engine._external.loaded()
         self._set_rates(engine)
         for one, state in self._objects:
             one.load_state_dict(state)

@@ -36,9 +36,9 @@ class Inference:
         and ranks may then run different numbers of forwards and of `generate()`. Tensor, sequence,
         pipeline and expert ranks still compute together.
 
-        An error in the context ends it on all ranks: they raise a RuntimeFault with its text when
-        they leave, and the engine can go on. Ranks that compute together do not wait for a rank
-        that failed.
+        If parameters were gathered for the context, an error in it ends it on all ranks: they raise
+        a RuntimeFault with its text when they leave, and the engine can go on. Ranks that compute
+        together do not wait for a rank that failed.
 
         Args:
             mode: "resident": each rank keeps the whole parameters (of its part of the model) in the
@@ -96,17 +96,24 @@ class Inference:
                 '[front::inference] block_tokens and "offload.cache" do not work together: a cache '
                 "that moves has the tokens of all rows. Leave one of them out"
             )
-        return RowSlices(self.module, self._core.units, block_tokens)
+        if any(unit.is_tile for unit in self._core.units) or self.config.mesh.expert > 1:
+            raise ConfigError(
+                '[front::inference] block_tokens does not work with "tiling" or "mesh.expert" yet'
+            )
+        return RowSlices(self.module, self._core.units, block_tokens, self._computes_together())
+
+    def _computes_together(self) -> bool:
+        """Whether this rank exchanges values with others while a block computes, or relays them."""
+        mesh = self.config.mesh
+        return int(mesh.tensor * mesh.pipeline * mesh.sequence * mesh.expert) > 1
 
     def _leave_held(self, units: list[int], error: BaseException) -> None:
         """Ends the context on a rank whose code raised an error.
 
         If the other ranks are sure to leave their contexts, tells them the error there.
         """
-        values, mesh = self._core.values, self.config.mesh
-        told = f"{type(error).__name__}: {error}"
-        together = mesh.tensor * mesh.pipeline * mesh.sequence * mesh.expert > 1
-        if together or not isinstance(error, Exception) or isinstance(error, RuntimeFault):
+        values, told = self._core.values, f"{type(error).__name__}: {error}"
+        if self._computes_together() or not isinstance(error, Exception):
             values.abandon_held(units, told)
             return
         with contextlib.suppress(RuntimeFault):  # the caller raises `error`

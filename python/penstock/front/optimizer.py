@@ -1,8 +1,8 @@
 """Parameter groups and the optimizers that update them.
 
 The user's torch optimizer keeps its parameter groups, so any torch scheduler works on it. The kinds
-of `_penstock.OPTIMIZER_KINDS` run on the engine's kernels. Any other elementwise class steps on
-fp32 shards.
+of `_penstock.OPTIMIZER_KINDS` run on the engine's kernels. Any other class steps on fp32 shards:
+slices of parameters if it is elementwise, else whole parameters.
 """
 
 import functools
@@ -501,9 +501,8 @@ class ShardStep:
         self._indices: list[int] = []  # per master: index among the engine's shards
         for index, (name, param, master, begin) in enumerate(values.shards()):
             names[param] = name
-            if self.whole and master.numel() < param.numel():
-                continue  # no element: the parameter is on another rank
-            master = master.view(param.shape) if self.whole else master
+            if self.whole and master.numel() == 0:
+                continue  # the parameter is on another rank, or has no elements
             shards[param].append(master)
             self._indices.append(index)
             self._masters.append(master)
@@ -529,6 +528,10 @@ class ShardStep:
         optimizer.state.clear()
         optimizer.state.update(own | {one: state for one, state in fresh.items() if state})
         self._methods.install()
+
+    def loaded(self) -> None:
+        """Must be called after a load, on all ranks."""
+        self._methods.loaded()
 
     def drops_gradients_by(self, drop: Callable[[bool], None]) -> None:
         """`drop(set_to_none)` runs when the optimizer's own zero_grad() has dropped gradients."""

@@ -65,7 +65,8 @@ class Twin:
     Copies of it, its parts, have what ranks have: slices of its parameters.
     """
 
-    PARTS = "slices"  # what the parts have, for error texts
+    PARTS = "slices of parameters"  # what the parts have, for error texts
+    DIFFERS = "changes a parameter and its slices differently"
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._given = optimizer
@@ -78,6 +79,9 @@ class Twin:
         self._failure = ""
         # Whether the last call dropped the gradients, and whether it set them to None.
         self.clears = self.to_none = True
+
+    def loaded(self) -> None:
+        """Called on all ranks after the user's optimizer got the state of a checkpoint."""
 
     def _samples(self, optimizer: Optimizer) -> list[trial.Sample]:
         return trial.samples(optimizer)
@@ -150,8 +154,8 @@ class Twin:
                 self.optimizer = whole
                 return
         raise RuntimeFault(
-            f"[front::step] until now {type(self._given).__name__} updated {self.PARTS} of the "
-            f"parameters like the whole, but in a trial this step updates them differently, so it "
+            f"[front::step] until now {type(self._given).__name__} updated {self.PARTS} like "
+            f"all of them, but in a trial this step updates them differently, so it "
             f"cannot run on shards. The step changed nothing. Use an optimizer whose rule stays"
         )
 
@@ -215,11 +219,7 @@ class Twin:
         # Other random numbers for each part, as on other ranks.
         results = [call(part, seed) for seed, part in enumerate(parts, 1)]
         if not self._agrees(whole, parts):
-            return (
-                "changes a parameter and its slices differently"
-                if self.PARTS == "slices"
-                else ("changes a parameter differently if the others are not there")
-            )
+            return self.DIFFERS
         if watch.seen and not self._same_results(results, result):
             return "returns a value that depends on all elements, but a rank has only some of them"
         return ""
@@ -249,6 +249,11 @@ class Methods:
             for key, value in twin.state.get(param, {}).items()
             if param.numel() > 1 and isinstance(value, torch.Tensor) and value.numel() == 1
         }
+
+    def loaded(self) -> None:
+        """Must be called after a load, on all ranks."""
+        if self._twin is not None:
+            self._twin.loaded()
 
     def install(self) -> None:
         """Replaces the methods on the object. Must follow the engine's other changes to it."""
@@ -289,7 +294,7 @@ class Methods:
         if problem:
             raise RuntimeFault(
                 f"[front::optimizer] {what} {problem}. Outside step() the engine runs only methods "
-                f"that change shards element by element. Do this in step(), or change the model's "
+                f"that work on shards. Do this in step(), or change the model's "
                 f"parameters inside engine.gathered(write=True)"
             )
         results: list[Any] = []

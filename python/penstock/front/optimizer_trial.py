@@ -524,7 +524,7 @@ def check_sizes(optimizer: Optimizer, num_shards: int, others: str) -> None:
                 raise ConfigError(
                     f"[front::initialize] {type(optimizer).__name__} is not elementwise (for a "
                     f"parameter of {shape.numel()} elements, {problem}), so it cannot run on "
-                    f"shards. Use {others} or another elementwise optimizer"
+                    f'shards. Set "optimizer.layout" to "whole", or use {others}'
                 )
 
 

@@ -144,6 +144,7 @@ class WholeTwin(Twin):
     """The twin of an optimizer on whole parameters: its parts have some of them."""
 
     PARTS = "some parameters"
+    DIFFERS = "changes a parameter differently if the others are not there"
 
     def _samples(self, optimizer: Optimizer) -> list[trial.Sample]:
         return [one for one in samples(optimizer) for _ in range(2)]
@@ -155,7 +156,16 @@ class WholeTwin(Twin):
         return _of_part(self.optimizer, values, _PARTS[which])
 
     def _follow_state(self, *_: Any) -> None:
-        """Does nothing. After a load the twin's state, which may have any shape, begins anew."""
+        """Does nothing, because the state may have any shape. See loaded()."""
+
+    def loaded(self) -> None:
+        """Takes a step, so that the twin has a state if the loaded optimizer has one."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                params = trial.params_of(self.optimizer)
+                trial.step(self.optimizer, zip(params, self._gradients(), strict=True))
+        except Exception as error:  # noqa: BLE001 - the user's step() raises it, too
+            self._failure = f"its step() raised {trial.told(error)}"
 
     def _agrees(self, whole: Optimizer, parts: list[Optimizer]) -> bool:
         return not differs(whole, parts)

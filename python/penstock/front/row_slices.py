@@ -20,6 +20,7 @@ from penstock.front.forward_guard import Forward
 
 _CHECKED = 4  # rows that are computed together and apart, to see whether rows depend on others
 _WHOLE = ("cache_position",)  # arguments of one dimension that are not by row
+_PARTS = ("_parameters", "_modules", "_buffers")  # of a module
 _OF_BATCH = ("batch_size", "max_batch_size")  # fields of a cache's layer: the number of rows
 
 
@@ -30,12 +31,16 @@ class RowSlices:
         model: the model.
         units: `core.units`. Those that are elements of a list of modules are the blocks.
         most_tokens: tokens that a block computes at a time, in whole rows: at least one row.
+        together: ranks exchange values inside blocks, so each must run them equally often. Then
+            blocks are checked only once.
 
     Raises:
         ConfigError: if there is no such block, or a block is compiled.
     """
 
-    def __init__(self, model: torch.nn.Module, units: Sequence[Any], most_tokens: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, units: Sequence[Any], most_tokens: int, together: bool
+    ) -> None:
         blocks = {one.module: module_tree.submodule(model, one.module) for one in _blocks(units)}
         if not blocks:
             raise ConfigError(
@@ -48,7 +53,7 @@ class RowSlices:
                     f'[front::inference] "block_tokens" slices blocks, but "{name}" is compiled. '
                     f"Leave block_tokens or the compilation out"
                 )
-        self._most = most_tokens
+        self._most, self.together = most_tokens, together
         self._blocks, self._installed = blocks, list[Forward]()
 
     def __enter__(self) -> None:
@@ -89,7 +94,8 @@ class _Sliced:
         step = self._slices.rows_for(tokens)
         if step >= rows:
             return forward(*args, **kwargs)
-        if self._checked != _state_of(self._block):
+        known = self._checked is not None and self._slices.together
+        if not known and self._checked != _modes_of(self._block):
             self._check_rows(forward, hidden, args, kwargs)
         joined = _Joined(rows, self._refuse)
         with _Captures(self._refuse) as captures:
@@ -97,7 +103,7 @@ class _Sliced:
                 part = _Rows(begin, min(begin + step, rows), rows, self._refuse)
                 output = forward(*part.of(args), **part.of_names(kwargs))
                 part.check_shared()
-                joined.add(part, (output, captures.taken()))
+                joined.add(part, output, captures.taken())
                 part.keep_caches(joined)
             output, captured = joined.result()
             captures.give(captured)
@@ -115,23 +121,41 @@ class _Sliced:
         """Raises RuntimeFault if the last of some rows of the output depends on the other rows of
         the input, on their number or on its own position, as in layers whose first dimension is
         that of tokens, or if the block keeps state."""
-        state, rows = _state_of(self._block), int(hidden.shape[0])
+        modes, rows = _modes_of(self._block), int(hidden.shape[0])
+        state = _state_of(self._block)
         few = min(rows, _CHECKED)
         other = hidden.clone()
         other[: few - 1] = -3 * hidden[: few - 1].flip(-1)
         outputs = []
         for given, begin in ((hidden, 0), (other, 0), (hidden, few - 1)):
             part = _Rows(begin, few, rows, self._refuse, (hidden, given), clones=True)
-            with _Captures(self._refuse):
+            with _Captures(self._refuse) as captures:
                 output = forward(*part.of(args), **part.of_names(kwargs))
+                self._check_sizes(output, captures.taken(), few - begin)
             part.check_shared()
-            outputs.append([one[-1] for one in module_tree.tensors_in(output) if _is_hidden(one)])
+            outputs.append([one[-1] for one in _tensors_in(output) if _is_hidden(one)])
         for one, *others in zip(*outputs, strict=True):
             if not all(_close(one, two) for two in others):
                 self._refuse("its rows depend on each other")
         if _state_of(self._block) != state:
             self._refuse("it changes buffers or attributes, which would see the slices")
-        self._checked = state
+        self._checked = modes
+
+    def _check_sizes(self, output: Any, captured: Any, rows: int) -> None:
+        """Raises RuntimeFault if an output does not have `rows` rows."""
+        for one in _tensors_in(output):
+            if one.dim() == 0 or one.shape[0] != rows:
+                self._refuse(f"it returns a tensor of the shape {tuple(one.shape)}")
+        for one in _tensors_in(captured):
+            if one.dim() == 0 or one.shape[0] % rows != 0:
+                self._refuse(f"it records a tensor of the shape {tuple(one.shape)}")
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in nested tuples."""
+    if isinstance(value, tuple):
+        return [tensor for one in value for tensor in _tensors_in(one)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _is_hidden(value: Any) -> bool:
@@ -142,18 +166,29 @@ def _is_hidden(value: Any) -> bool:
 def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether two results are equal, apart from the last bits, which the number of rows changes."""
     error = max(1e-5, 2 * torch.finfo(one.dtype).eps)
-    return torch.equal(one, two) or bool((one - two).abs().max() <= error * one.abs().max())
+    largest = float(one.nan_to_num().abs().max())
+    return torch.allclose(one, two, rtol=0.0, atol=error * largest, equal_nan=True)
 
 
-def _state_of(block: torch.nn.Module) -> list[Any]:
-    """Returns a value that differs if modes, hooks, attributes or buffers of the block change."""
+def _modes_of(block: torch.nn.Module) -> list[Any]:
+    """Returns a value that differs if modes, hooks or attributes of the block change."""
     made: list[Any] = []
     for module in block.modules():
         for name, value in vars(module).items():
-            if name == "_buffers" or "_hooks" in name:
-                made += [(name, key, _mark(one)) for key, one in value.items()]
-            elif name not in ("_parameters", "_modules"):
+            if "_hooks" in name:
+                made += [(name, key) for key in value]
+            elif name not in _PARTS:
                 made.append((name, _mark(value)))
+    return made
+
+
+def _state_of(block: torch.nn.Module) -> list[Any]:
+    """Returns a value that differs if attributes, what they hold, or buffers change."""
+    made = _modes_of(block)
+    for module in block.modules():
+        kept = {name: one for name, one in vars(module).items() if name not in _PARTS}
+        held = [*module._buffers.values(), *module_tree.tensors_in(kept)]
+        made += [(id(one), _version(one)) for one in held if one is not None]
     return made
 
 
@@ -367,9 +402,14 @@ class _Joined:
         self._next = 0
         self._fields: dict[tuple[int, Any], torch.Tensor] = {}  # new tensors of caches
 
-    def add(self, part: _Rows, output: Any) -> None:
+    def add(self, part: _Rows, output: Any, captured: Any) -> None:
+        """Adds the output of a slice, which has its rows, and what transformers recorded. This may
+        have several rows for each row of the batch: router logits have one for each token."""
         self._begin, self._end, self._next = part.begin, part.end, 0
+        self._strict = True
         made = self._of(part, output)
+        self._strict = False
+        made = (made, self._of(part, captured))
         if part.begin == 0:
             self._result = made
 
@@ -389,9 +429,9 @@ class _Joined:
 
     def _of_tensor(self, value: torch.Tensor) -> torch.Tensor:
         rows = self._end - self._begin
-        if value.dim() == 0 or value.shape[0] % rows != 0:
+        times = value.shape[0] // rows if value.dim() > 0 else 0
+        if times == 0 or value.shape[0] % rows != 0 or (self._strict and times > 1):
             self._refuse(f"it returns a tensor of the shape {tuple(value.shape)}")
-        times = value.shape[0] // rows  # tokens: router logits have one row for each token
         if self._begin == 0:
             self._tensors.append(value.new_empty((self._rows * times, *value.shape[1:])))
         whole = self._tensors[self._next]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError
-from penstock.front.optimizer_trial import is_plain
 
 _PACKED = "packed."  # prefix of the key of a state that is neither a tensor nor a number
 
@@ -30,13 +29,17 @@ def packed(value: Any, what: str) -> torch.Tensor:
 
     Raises ConfigError if it has anything else.
     """
-    if not is_plain(value):
-        raise ConfigError(
-            f"[front::save] {what} is a {type(value).__name__}, which a checkpoint cannot hold"
-        )
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try:
+        torch.save(value, buffer)
+        made = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        _unpacked(made)
+    except Exception as error:
+        raise ConfigError(
+            f"[front::save] {what} (a {type(value).__name__}) has something besides lists, tuples, "
+            f"dicts, numbers, texts and tensors, which a checkpoint cannot hold"
+        ) from error
+    return made
 
 
 def restored(state: dict[str, Any]) -> dict[str, Any]:

@@ -207,7 +207,7 @@ class Monitored:
         The core knows the rate of a native optimizer.
         """
         if not native and "lr" in optimizer.param_groups[0]:
-            self._core.metrics.set_lr(float(optimizer.param_groups[0].get("lr", 0)))
+            self._core.metrics.set_lr(float(optimizer.param_groups[0]["lr"]))
 
     def _stepped(self) -> None:
         self._timelines.after_step()

@@ -3,7 +3,6 @@
 #include <fnmatch.h>
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <set>
 #include <utility>
@@ -88,17 +87,12 @@ exec::Slot slot_of(const ParamInfo& info, int named, const Mesh& over, int rank)
   return slot;
 }
 
-bool keeps_whole(const Config& config) {
-  return config.optimizer && config.optimizer->layout == "whole";
-}
-
 // Makes one flat per unit, dtype, trainability, placement over the model axes and form at rest.
 std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<UnitSpec>& specs,
                                      const Config& config, const Stages& stages, const Mesh& mesh,
                                      int rank) {
   std::vector<exec::UnitState> units;
   int num_slots = 0;
-  std::map<int, std::vector<int64_t>> loads_over;  // by number of shards: elements of each rank
   for (const UnitSpec& spec : specs) {
     exec::UnitState unit;
     unit.name = spec.module.empty() ? "the root" : spec.module;
@@ -121,14 +115,7 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       flat->add(slot_of(info, named, placement.mesh(mesh), rank), unit.name);
     }
     for (exec::Flat& flat : unit.flats) {
-      const int num_ranks = mesh.data() * flat.placement.num_addends(mesh);
-      if (keeps_whole(config) && flat.trainable) {
-        std::vector<int64_t>& loads = loads_over[num_ranks];
-        loads.resize(static_cast<size_t>(num_ranks), 0);
-        flat.seal_whole(loads);
-      } else {
-        flat.seal(num_ranks);
-      }
+      flat.seal(mesh.data() * flat.placement.num_addends(mesh));
       for (exec::Slot& slot : flat.slots) slot.number = num_slots++;
     }
     units.push_back(std::move(unit));
@@ -251,15 +238,24 @@ void check_experts(const ModelTree& tree, const Config& config) {
              stacked.empty() ? "none" : join(stacked, ", ")));
 }
 
+bool keeps_whole(const Config& config) {
+  return config.optimizer && config.optimizer->layout == "whole";
+}
+
 // Throws ConfigError if parameters are cut before they get into shards.
 void check_whole(const Config& config) {
   const char* cuts = config.tiling.max_bytes > 0 ? "tiling.max_bytes"
                      : config.mesh.tensor > 1    ? "mesh.tensor"
+                     : config.mesh.pipeline > 1  ? "mesh.pipeline"
                      : config.mesh.expert > 1    ? "mesh.expert"
                                                  : nullptr;
   if (!keeps_whole(config) || cuts == nullptr) return;
-  throw ConfigError(concat("[engine::draw] \"optimizer.layout\" is \"whole\", but \"", cuts,
-                           "\" cuts parameters. Leave one of them out"));
+  throw ConfigError(
+      concat("[engine::draw] the optimizer needs whole parameters "
+             "(\"optimizer.layout\" \"whole\"), but \"",
+             cuts,
+             "\" divides the model. Leave it out, or use AdamW, Adam, SGD, "
+             "Adagrad or Lion"));
 }
 
 // Calls `fail` for settings that do not work with split backwards.
@@ -339,6 +335,20 @@ Dtype compute_dtype(const Config& config, const ParamInfo& param) {
   return own == at::kHalf ? Dtype::kFp16 : Dtype::kFp32;
 }
 
+// Places trained parameters so that no shard of the optimizer's state has a part of one.
+void lay_out_whole(Blueprint& drawn) {
+  const Table table = table_of(drawn.config, describe(drawn.units, drawn.specs)).on(drawn.mesh);
+  const int num_shards = penstock::num_shards(table.master(), drawn.mesh);
+  std::vector<int64_t> loads(static_cast<size_t>(num_shards), 0);
+  int num_slots = 0;
+  for (exec::UnitState& unit : drawn.units) {
+    for (exec::Flat& flat : unit.flats) {
+      if (flat.trainable && num_shards > 1) flat.seal_whole(drawn.mesh.data(), loads);
+      for (exec::Slot& slot : flat.slots) slot.number = num_slots++;
+    }
+  }
+}
+
 // The order matters. Rules cut parameters, then large weights are split into tiles, then units are
 // found among modules and tiles, then stages get their modules.
 Blueprint draw(const ModelTree& given, const Config& config, int rank) {
@@ -363,6 +373,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   }
   const int at = drawn.mesh.coordinate(rank, Axis::kPipeline);
   drawn.units = lay_out(split, drawn.specs, config, drawn.stages, drawn.mesh, rank);
+  if (keeps_whole(config)) lay_out_whole(drawn);
   check_quantized(config, drawn.units);
   // The fingerprint is made before keep_own(), because it must be equal on all stages.
   drawn.print = fingerprint(drawn.units);

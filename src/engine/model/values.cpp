@@ -27,9 +27,11 @@ namespace penstock {
 std::vector<Shard> Values::shards(bool hidden) {
   state_->check_open("shards");
   std::vector<Shard> shards;
-  for (auto& [name, param, master, begin] : state_->executor->updates().shard_views()) {
-    shards.push_back({name, param, master, begin});
-    state_->lent.add(name, master);
+  const bool whole = state_->config.optimizer.value_or(OptimizerConfig{}).layout == "whole";
+  for (auto& [name, param, flat, begin] : state_->executor->updates().shard_views()) {
+    const bool reshapes = whole && flat.numel() == param.numel();
+    shards.push_back({name, param, reshapes ? flat.view(param.sizes()) : flat, begin});
+    state_->lent.add(name, shards.back().master);
     for (const tiles::TiledWeight& one : state_->tiled->all()) {
       for (const int unit : one.units) {
         if (state_->unit_names[unit] != name) continue;

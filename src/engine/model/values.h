@@ -14,6 +14,7 @@
 namespace penstock {
 
 // This rank's slice of one parameter, for a user's optimizer: fp32, one dimension, possibly empty.
+// In the layout "whole" of the optimizer: the parameter with its own shape, or empty.
 struct Shard {
   std::string name;  // name of the parameter
   at::Tensor param;
