@@ -410,21 +410,22 @@ class Turns(Own):
                 p.mul_(1 - 0.01 * norms.norm())
 
 
-def turns() -> tuple[str, int]:
-    OPTIMIZERS["turns"] = lambda m: Turns(m.parameters())
-    engine = start("turns", "zero3")
+def until_refused(make: Callable[..., Any], gather: bool) -> tuple[str, int]:
+    """Trains until a step raises an error. Returns its text, and the steps before."""
+    OPTIMIZERS["refused"] = lambda m: make(m.parameters())
+    engine = start("refused", "zero3")
     said = ""
     try:
         train(engine, "zero3", 0, 30)
     except RuntimeError as error:
         said = str(error)
     steps = engine.steps
-    engine.close()
+    engine.close(gather=gather)
     return said, steps
 
 
 def test_a_rule_that_changes_later(pools):
-    for said, steps in pools(2).run(turns):
+    for said, steps in pools(2).run(until_refused, Turns, True):
         assert steps == 20 and "until now Turns updated some parameters" in said, said
 
 
@@ -442,21 +443,8 @@ class Replaces(Lars):
                 p.data = p.data.clone()
 
 
-def replaces() -> tuple[str, int]:
-    OPTIMIZERS["replaces"] = lambda m: Replaces(m.parameters())
-    engine = start("replaces", "zero3")
-    said = ""
-    try:
-        train(engine, "zero3", 0, 30)
-    except RuntimeError as error:
-        said = str(error)
-    steps = engine.steps
-    engine.close(gather=False)
-    return said, steps
-
-
 def test_new_memory_later(pools):
-    for said, steps in pools(2).run(replaces):
+    for said, steps in pools(2).run(until_refused, Replaces, False):
         assert steps == 20 and "new memory" in said, said
 
 

@@ -17,13 +17,9 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.front.optimizer_checks import check_elementwise, check_sizes
 from penstock.front.optimizer_methods import Methods, Twin, refuse_save
-from penstock.front.optimizer_trial import (
-    check_elementwise,
-    check_sizes,
-    fresh_state,
-    own_entries,
-)
+from penstock.front.optimizer_trial import fresh_state, own_entries
 from penstock.front.optimizer_whole import WholeTwin, problem_on_whole
 
 _KINDS: dict[str, Any] = {kind.name: kind for kind in _penstock.OPTIMIZER_KINDS}
@@ -514,7 +510,7 @@ class ShardStep:
         self._methods = Methods(optimizer, values, WholeTwin if self.whole else Twin)
         # Keys of the loaded state that have one value per parameter.
         self.single_keys: set[Any] = set()
-        # Of each group: the names of its parameters that train, on all ranks.
+        # Names of the trained parameters in each group, including those on other ranks.
         self.group_names = [
             sorted({names[p] for p in group["params"] if p in names})
             for group in optimizer.param_groups

@@ -27,10 +27,8 @@ from penstock._native import ConfigError
 
 NUMEL = 24  # elements of a trial's parameter, if it has dims
 CUT = 11  # first element of the second half
-_ALWAYS_TRIED = (
-    2,
-    4,
-)  # numbers of dims; with these, most optimizers are refused for all models or for none
+# Numbers of dims; with these, most optimizers are refused for all models or for none.
+_ALWAYS_TRIED = (2, 4)
 _FEW_GROUPS = 8  # up to this number, all groups are tried; above it, one of each kind
 _MANY_KINDS = 32
 # The size of each step's gradient; 0: nearly orthogonal to the parameter. Some optimizers clip a
@@ -39,7 +37,6 @@ GRADIENTS = (1.0, 1.0, 0.0, 1.0, 1e-3, 1.0, 1.0, 0.0, 1.0, 1e3, 1.0, 1.0)
 STEPS = len(GRADIENTS)
 SCALES = (1.0, 1e-3)  # of the parameter: small values show small updates
 _LEAST_LR = 1e-3
-_TRIED_NUMEL = 1 << 22  # elements of the largest parameter that is tried
 
 Optimizer = torch.optim.Optimizer
 Of = Callable[[torch.Tensor], torch.Tensor]
@@ -450,82 +447,6 @@ def options(probe: Optimizer) -> Any:
 def attached(probe: Optimizer) -> Any:
     names = ("param_groups", "state", "defaults")
     return {k: v for k, v in vars(probe).items() if k not in names}
-
-
-def check_elementwise(optimizer: Optimizer, others: str) -> None:
-    """Raises ConfigError unless the optimizer updates slices of a parameter like the whole.
-
-    A step on small parameters must give the same values as steps on their flat slices, within rtol
-    1e-6 and 1e-5 of the largest change. `others` names the optimizers to use instead.
-    """
-    problem = ""
-    check_state(optimizer)
-    with torch.random.fork_rng(devices=[]):
-        for scale in SCALES:
-            try:
-                check_inner(optimizer)
-                problem = problem or in_slices(optimizer, samples(optimizer), scale, CUT, STEPS)
-            except ConfigError:
-                raise
-            except CannotTry as error:
-                problem = f"it {error}"
-            except Exception as error:  # noqa: BLE001 - this class cannot step on slices
-                problem = f"on slices of a parameter it raised {told(error)}"
-    if problem:
-        raise ConfigError(
-            f"[front::initialize] {type(optimizer).__name__} is not elementwise ({problem}), so it "
-            f"cannot run on shards. Use {others} or another elementwise optimizer"
-        )
-
-
-def check_inner(optimizer: Optimizer) -> None:
-    for name in ("param_groups", "state"):
-        if isinstance(getattr(type(optimizer), name, None), property):
-            raise CannotTry(
-                f'defines "{name}" as a property, so the engine cannot replace it by shards: set '
-                f"self.{name} in the constructor, or pass the inner optimizer"
-            )
-    groups = {id(group) for group in optimizer.param_groups}
-    for name, value in vars(optimizer).items():
-        inner = value if isinstance(value, (list, tuple)) else [value]
-        for one in inner:
-            if isinstance(one, Optimizer) and any(id(g) not in groups for g in one.param_groups):
-                raise CannotTry(
-                    f'keeps another optimizer in its attribute "{name}", with parameter groups of '
-                    f"its own: build that one from self.param_groups"
-                )
-
-
-def _shrunk(shape: torch.Size) -> torch.Size:
-    dims = [*shape]
-    while torch.Size(dims).numel() > _TRIED_NUMEL:
-        largest = dims.index(max(dims))
-        dims[largest] = (dims[largest] + 1) // 2
-    return torch.Size(dims)
-
-
-def check_sizes(optimizer: Optimizer, num_shards: int, others: str) -> None:
-    """Raises ConfigError if the optimizer's rule depends on the shape or size of a parameter.
-
-    Compares parameters of the shapes that occur with their shards. The shards are flat and
-    `num_shards` times smaller.
-    """
-    found: dict[torch.Size, dict[Hashable, Sample]] = defaultdict(dict)
-    for index, kind, p in sorted_params(optimizer):
-        shape = _shrunk(p.shape)
-        if shape.numel() > 0:
-            found[shape].setdefault((index, kind), Sample(index, p, shape))
-    tried = sorted(found, key=torch.Size.numel)
-    with torch.random.fork_rng(devices=[]):
-        for shape in {*tried[:: max(1, len(tried) // 8)], *tried[-1:]}:
-            at = max(1, shape.numel() // num_shards)
-            problem = in_slices(optimizer, [*found[shape].values()], 1.0, at, steps=2)
-            if problem:
-                raise ConfigError(
-                    f"[front::initialize] {type(optimizer).__name__} is not elementwise (for a "
-                    f"parameter of {shape.numel()} elements, {problem}), so it cannot run on "
-                    f'shards. Set "optimizer.layout" to "whole", or use {others}'
-                )
 
 
 def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:

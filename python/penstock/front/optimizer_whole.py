@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from penstock._native import ConfigError
 from penstock.front import optimizer_trial as trial
+from penstock.front.optimizer_checks import first_problem
 from penstock.front.optimizer_methods import Twin
 
 Optimizer = torch.optim.Optimizer
@@ -83,6 +83,7 @@ def _try(optimizer: Optimizer, scale: float) -> str:
         return trial.on(optimizer, [*zip(chosen, params, strict=True)])
 
     whole, parts = made(slice(None)), [made(part) for part in _PARTS]
+    values = [one.detach().clone() for one in trial.params_of(whole)]
     before = trial.windows(trial.params_of(whole))
     for kind in trial.GRADIENTS:
         given = [trial.gradient(kind, one, generator) for one in trial.params_of(whole)]
@@ -103,9 +104,7 @@ def _try(optimizer: Optimizer, scale: float) -> str:
         problem = differs(whole, parts)
         if problem:
             return problem
-    starts_of = [one for both in starts for one in both]
-    ends = {id(p): p for p in trial.params_of(whole)}
-    if all(any(torch.equal(p, start) for start in starts_of) for p in ends.values()):
+    if all(map(torch.equal, trial.params_of(whole), values)):
         return "in a trial it changed no parameter of param_groups"
     return ""
 
@@ -123,21 +122,7 @@ def _of_part(whole: Optimizer, values: list[torch.Tensor], part: slice) -> list[
 
 def problem_on_whole(optimizer: Optimizer) -> str:
     """Returns why the optimizer cannot step on some of the parameters, each whole, or ""."""
-    trial.check_state(optimizer)
-    with torch.random.fork_rng(devices=[]):
-        for scale in trial.SCALES:
-            try:
-                trial.check_inner(optimizer)
-                problem = _try(optimizer, scale)
-            except ConfigError:
-                raise
-            except trial.CannotTry as error:
-                problem = f"it {error}"
-            except Exception as error:  # noqa: BLE001 - this class cannot step on these parameters
-                problem = f"on small parameters it raised {trial.told(error)}"
-            if problem:
-                return problem
-    return ""
+    return first_problem(optimizer, lambda scale: _try(optimizer, scale), "small parameters")
 
 
 class WholeTwin(Twin):

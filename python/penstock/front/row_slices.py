@@ -144,10 +144,10 @@ class _Sliced:
     def _check_sizes(self, output: Any, captured: Any, rows: int) -> None:
         """Raises RuntimeFault if an output does not have `rows` rows."""
         for one in _tensors_in(output):
-            if one.dim() == 0 or one.shape[0] != rows:
+            if _per_row(one, rows) != 1:
                 self._refuse(f"it returns a tensor of the shape {tuple(one.shape)}")
         for one in _tensors_in(captured):
-            if one.dim() == 0 or one.shape[0] % rows != 0:
+            if _per_row(one, rows) == 0:
                 self._refuse(f"it records a tensor of the shape {tuple(one.shape)}")
 
 
@@ -156,6 +156,16 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, tuple):
         return [tensor for one in value for tensor in _tensors_in(one)]
     return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _tuple_like(value: Any, parts: list[Any]) -> Any:
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def _per_row(tensor: torch.Tensor, rows: int) -> int:
+    """Returns the length of the first dim for each of `rows` rows; 0 if it is not by row."""
+    length = tensor.shape[0] if tensor.dim() > 0 else 0
+    return 0 if length % rows else length // rows
 
 
 def _is_hidden(value: Any) -> bool:
@@ -235,8 +245,7 @@ class _Rows:
             value = self._replaced[1] if value is self._replaced[0] else value
             return self.of_tensor(value, name)
         if isinstance(value, tuple):
-            parts = [self.of(one) for one in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            return _tuple_like(value, [self.of(one) for one in value])
         if _is_cache(value):
             if id(value) not in self._caches:
                 if getattr(value, "layers", None) is None or value.offloading:
@@ -279,7 +288,7 @@ class _Rows:
         if any(_version(tensor) != version for tensor, version in self._shared):
             self._refuse("it writes to an argument that all rows share")
 
-    def is_cache(self, value: Any) -> Any:
+    def whole_cache(self, value: Any) -> Any:
         """Returns the whole cache if the value has the rows of one, else None."""
         return next((whole for whole, part in self._caches.values() if part.cache is value), None)
 
@@ -420,17 +429,15 @@ class _Joined:
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, tuple):
-            parts = [self._of(part, one) for one in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        cache = part.is_cache(value)
+            return _tuple_like(value, [self._of(part, one) for one in value])
+        cache = part.whole_cache(value)
         if cache is None and value is not None:
             self._refuse(f"it returns a {type(value).__name__}")
         return cache
 
     def _of_tensor(self, value: torch.Tensor) -> torch.Tensor:
-        rows = self._end - self._begin
-        times = value.shape[0] // rows if value.dim() > 0 else 0
-        if times == 0 or value.shape[0] % rows != 0 or (self._strict and times > 1):
+        times = _per_row(value, self._end - self._begin)
+        if times == 0 or (self._strict and times > 1):
             self._refuse(f"it returns a tensor of the shape {tuple(value.shape)}")
         if self._begin == 0:
             self._tensors.append(value.new_empty((self._rows * times, *value.shape[1:])))
